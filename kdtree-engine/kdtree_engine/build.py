@@ -1,0 +1,250 @@
+"""Compiles `csrc` into the kernel library, on a machine that needs nvcc and no GPU.
+
+Every source becomes one object that holds machine code for all architectures; objects are kept
+under the hash of all that goes into them, so that only what changed is compiled again. The library
+is put in place by a rename: whoever loads it sees the old one or the new one.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+
+from kdtree_engine.errors import KdError, MissingError
+from kdtree_engine.library import PACKAGED_LIBRARY
+from kdtree_engine.resources import KernelResources, broken_limits, parse_ptxas
+
+__all__ = ["ARCHITECTURES", "CSRC", "BuildReport", "CompileError", "build"]
+
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_120")
+CSRC = pathlib.Path(__file__).parents[1] / "csrc"
+_OBJECTS = pathlib.Path(__file__).parents[1] / "build" / "objects"
+_PTX = ("compute_90", "compute_120")
+"""PTX for GPUs without machine code here: compute_90 for sm_100 and sm_103, compute_120 beyond."""
+_FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-lineinfo",
+    "-Werror=all-warnings",
+    "-Xptxas=-v,--warning-as-error",
+    "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Werror",
+)
+_FIRST_ERROR_LINES = 6
+
+
+class CompileError(KdError):
+    """nvcc refused a source, or a kernel breaks a limit of its architecture."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BuildReport:
+    """What a build made.
+
+    kernels: one entry for each kernel and architecture, sorted by both.
+    compiled, reused: sources compiled now, and those whose object was kept from an earlier build.
+    seconds: of the whole build.
+    """
+
+    library: pathlib.Path
+    kernels: tuple[KernelResources, ...]
+    compiled: int
+    reused: int
+    seconds: float
+    nvcc: str
+
+
+def build(
+    *,
+    csrc: pathlib.Path = CSRC,
+    library: pathlib.Path = PACKAGED_LIBRARY,
+    objects: pathlib.Path = _OBJECTS,
+    jobs: int | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> BuildReport:
+    """Compiles every .cu below `csrc` and links `library`.
+
+    jobs: compilers run at once; None: one for each CPU core.
+    progress: `progress(done, total, source)`, called from worker threads.
+
+    MissingError: no nvcc, no sources or no apache-tvm-ffi. CompileError: with the first lines that
+    the compiler gave, or with the limits that are broken; the old library then stays.
+    """
+    begin = time.monotonic()
+    compiler = _Compiler.found(csrc)
+    sources = sorted(csrc.rglob("*.cu"))
+    if not sources:
+        raise MissingError(
+            f"no CUDA sources in {csrc}", remedy="build from a checkout: a wheel carries none"
+        )
+    headers = _hash_headers(csrc)
+    objects.mkdir(parents=True, exist_ok=True)
+
+    done = 0
+
+    def one(source: pathlib.Path) -> _Object:
+        nonlocal done
+        made = compiler.compile(source, headers, objects)
+        done += 1
+        if progress is not None:
+            progress(done, len(sources), source.relative_to(csrc).as_posix())
+        return made
+
+    with concurrent.futures.ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+        futures = [pool.submit(one, source) for source in sources]
+        try:
+            made = [future.result() for future in futures]
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+
+    kernels = sorted(
+        (kernel for item in made for kernel in parse_ptxas(item.log)),
+        key=lambda kernel: (kernel.kernel, kernel.architecture),
+    )
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix=".link-") as folder:
+        linked = pathlib.Path(folder) / library.name
+        compiler.link([item.path for item in made], linked)
+        kernels = _with_names(kernels, _declared_shared_bytes(linked))
+        if faults := broken_limits(kernels):
+            raise CompileError(f"{len(faults)} limits broken: " + "; ".join(faults))
+        linked.replace(library)
+    return BuildReport(
+        library=library,
+        kernels=tuple(kernels),
+        compiled=sum(not item.reused for item in made),
+        reused=sum(item.reused for item in made),
+        seconds=time.monotonic() - begin,
+        nvcc=compiler.version,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Object:
+    path: pathlib.Path
+    log: str
+    reused: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compiler:
+    nvcc: str
+    version: str
+    includes: tuple[str, ...]
+    tvm_ffi: pathlib.Path
+
+    @classmethod
+    def found(cls, csrc: pathlib.Path) -> _Compiler:
+        nvcc = shutil.which("nvcc")
+        if nvcc is None:
+            raise MissingError(
+                "nvcc is not on PATH",
+                remedy="install the CUDA toolkit 13.0 and put its bin folder on PATH",
+            )
+        try:
+            from tvm_ffi import libinfo
+        except ModuleNotFoundError as error:
+            raise MissingError(
+                "apache-tvm-ffi, whose headers the library is compiled with, is not installed",
+                remedy="pip install 'kdtree-engine[cuda]'",
+            ) from error
+        answer = _run([nvcc, "--version"])
+        release = re.search(r"release [\d.]+, V([\d.]+)", answer.stdout)
+        if answer.returncode or release is None:
+            raise MissingError(
+                f"{nvcc} does not work: {_first_lines(answer.stderr or answer.stdout)}",
+                remedy="install the CUDA toolkit 13.0 and put its bin folder on PATH",
+            )
+        # A dict, as both may be the same folder.
+        folders = dict.fromkeys([libinfo.find_include_path(), libinfo.find_dlpack_include_path()])
+        return cls(
+            nvcc=nvcc,
+            version=release[1],
+            includes=(f"-I{csrc}", *(f"-isystem={folder}" for folder in folders)),
+            tvm_ffi=pathlib.Path(libinfo.find_libtvm_ffi()),
+        )
+
+    def compile(self, source: pathlib.Path, headers: str, objects: pathlib.Path) -> _Object:
+        """The object of `source` and what ptxas said, an earlier build's where nothing changed."""
+        flags = (*_FLAGS, *_architecture_flags())
+        key = hashlib.sha256(
+            "\0".join((self.version, headers, *flags, *self.includes, source.name)).encode()
+            + source.read_bytes()
+        ).hexdigest()
+        kept, log = objects / f"{key}.o", objects / f"{key}.log"
+        if kept.is_file() and log.is_file():
+            return _Object(kept, log.read_text(), reused=True)
+        with tempfile.TemporaryDirectory(dir=objects, prefix=".compile-") as folder:
+            fresh = pathlib.Path(folder) / "object.o"
+            answer = _run([self.nvcc, "-c", *flags, *self.includes, str(source), "-o", str(fresh)])
+            if answer.returncode:
+                raise CompileError(
+                    f"{source.name} does not compile: {_first_lines(answer.stderr + answer.stdout)}"
+                )
+            text = pathlib.Path(folder) / "object.log"
+            text.write_text(answer.stderr + answer.stdout)
+            text.replace(log)
+            # The object comes last: where it is, its log is.
+            fresh.replace(kept)
+        return _Object(kept, log.read_text(), reused=False)
+
+    def link(self, objects: Sequence[pathlib.Path], library: pathlib.Path) -> None:
+        """One shared library, with CUDA's runtime inside and apache-tvm-ffi's beside it."""
+        answer = _run(
+            [
+                self.nvcc,
+                "-shared",
+                "-cudart=static",
+                *map(str, objects),
+                f"-L{self.tvm_ffi.parent}",
+                "-ltvm_ffi",
+                "-o",
+                str(library),
+            ]
+        )
+        if answer.returncode:
+            raise CompileError(
+                f"{library.name} does not link: {_first_lines(answer.stderr + answer.stdout)}"
+            )
+
+
+def _architecture_flags() -> tuple[str, ...]:
+    flags = []
+    for architecture in ARCHITECTURES:
+        virtual = architecture.replace("sm_", "compute_")
+        code = f"[{architecture},{virtual}]" if virtual in _PTX else architecture
+        flags.append(f"-gencode=arch={virtual},code={code}")
+    return tuple(flags)
+
+
+def _hash_headers(csrc: pathlib.Path) -> str:
+    """One hash of every header: which source includes which is not worth finding out."""
+    digest = hashlib.sha256()
+    for suffix in ("*.h", "*.cuh", "*.hpp"):
+        for header in sorted(csrc.rglob(suffix)):
+            digest.update(header.relative_to(csrc).as_posix().encode() + b"\0")
+            digest.update(header.read_bytes())
+    return digest.hexdigest()
+
+
+def _first_lines(text: str) -> str:
+    """The first lines that speak of an error, else the first lines."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"\b(error|fatal|undefined)\b", line, re.I)]
+    return " | ".join((errors or lines or ["no message"])[:_FIRST_ERROR_LINES])
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False)

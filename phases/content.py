@@ -1,0 +1,116 @@
+"""The content hash of a gate: evidence is stale once what the gate depends on has changed.
+
+A gate depends on the module that its check lives in, on every module of this repository that this
+one imports, directly or not, and on the files that `Gate.data` names. Imports are read from the
+syntax tree, so nothing has to be declared and nothing can be forgotten.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import pathlib
+from collections.abc import Iterator
+
+from phases.gate import Check, Gate
+
+__all__ = ["gate_content", "imported_files"]
+
+_ROOMS = {"phases": ".", "remote": ".", "kdtree_engine": "kdtree-engine"}
+
+# These carry verdicts and do not make them: a new word in a remedy must not age all evidence.
+_FRAMEWORK = frozenset({"phases.gate", "phases.phase", "phases.requirement"})
+
+
+def gate_content(root: pathlib.Path, gate: Gate) -> str | None:
+    """SHA-256, in hex, over the paths and bytes that `gate` depends on; None while unwritten."""
+    if gate.check is None:
+        return None
+    files = set(imported_files(root, _module_of(gate.check)))
+    for pattern in gate.data:
+        files.update(path for path in root.glob(pattern) if path.is_file())
+    digest = hashlib.sha256(gate.name.encode())
+    for path in sorted(files):
+        digest.update(f"\0{path.relative_to(root).as_posix()}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def imported_files(root: pathlib.Path, module: str) -> list[pathlib.Path]:
+    """The files of this repository, under `root`, that `import module` would run."""
+    found: dict[str, pathlib.Path] = {}
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        path = _path(root, name)
+        if name in found or name in _FRAMEWORK or path is None:
+            continue
+        found[name] = path
+        if "." in name:
+            waiting.append(name.rpartition(".")[0])
+        waiting.extend(_imports(root, name, path))
+    return sorted(found.values())
+
+
+def _module_of(check: Check) -> str:
+    while isinstance(check, functools.partial):
+        check = check.func
+    return str(check.__module__)
+
+
+def _path(root: pathlib.Path, name: str) -> pathlib.Path | None:
+    first = name.partition(".")[0]
+    if first not in _ROOMS:
+        return None
+    base = root / _ROOMS[first] / name.replace(".", "/")
+    for candidate in (base / "__init__.py", base.with_suffix(".py")):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+@functools.cache
+def _tree(path: pathlib.Path, mtime_ns: int) -> ast.Module:
+    return ast.parse(path.read_bytes(), filename=str(path))
+
+
+def _imports(root: pathlib.Path, name: str, path: pathlib.Path) -> Iterator[str]:
+    for node in _executed(_tree(path, path.stat().st_mtime_ns)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            source = _absolute(name, path, node)
+            yield source
+            for alias in node.names:
+                member = f"{source}.{alias.name}"
+                if _path(root, member) is not None:
+                    yield member
+                elif source == "kdtree_engine":
+                    # A lazily loaded attribute: any module of the package may be behind it.
+                    yield from _all_modules(root, source)
+
+
+def _executed(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node but those under `if TYPE_CHECKING:`, which never run."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        yield node
+        yield from _executed(node)
+
+
+def _absolute(name: str, path: pathlib.Path, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for _ in range(node.level - 1):
+        package = package.rpartition(".")[0]
+    return f"{package}.{node.module}" if node.module else package
+
+
+def _all_modules(root: pathlib.Path, package: str) -> Iterator[str]:
+    base = root / _ROOMS[package]
+    for path in (base / package).rglob("*.py"):
+        parts = path.relative_to(base).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

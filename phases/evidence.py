@@ -1,0 +1,285 @@
+"""Evidence: what was run, on what, with which code, and what came out.
+
+One run of `kd` writes one `Record`. The models refuse what must not exist: a passed gate without a
+content hash, a failure without a kind, and above all a speed figure without the proof that the
+phase's correctness gates passed on the same host with the same code.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import pathlib
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, Self
+
+import pydantic
+
+from kdtree_engine.atomic import write_atomically
+from kdtree_engine.errors import ConfigError, UnknownName
+from kdtree_engine.machine import Machine
+from phases.content import gate_content
+from phases.gate import FailureKind, Figure, Gate, GateKind, Status, Unit
+from phases.phase import Phase
+
+__all__ = [
+    "Evidence",
+    "FigureRecord",
+    "GateRecord",
+    "Proof",
+    "ProofEntry",
+    "Record",
+    "Store",
+    "load_record",
+    "new_run_id",
+    "now",
+]
+
+_Digest = Annotated[str, pydantic.Field(pattern=r"^[0-9a-f]{64}$")]
+_Time = pydantic.AwareDatetime
+_MachineField = Annotated[
+    Machine,
+    pydantic.PlainValidator(lambda value: _machine(value)),
+    pydantic.PlainSerializer(lambda value: value.as_json()),
+]
+
+
+def _machine(value: Any) -> Machine:
+    if isinstance(value, Machine):
+        return value
+    try:
+        return Machine.from_json(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error  # pydantic adds the file and the field
+
+
+class _Model(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class FigureRecord(_Model):
+    """One figure as it is kept."""
+
+    name: str
+    value: float
+    unit: Unit
+
+    @classmethod
+    def of(cls, figure: Figure) -> Self:
+        return cls(name=figure.name, value=figure.value, unit=figure.unit)
+
+
+class ProofEntry(_Model):
+    """One correctness gate that passed: in which run, with what content."""
+
+    run: str
+    status: Literal[Status.PASSED] = Status.PASSED
+    content: _Digest
+
+
+class Proof(_Model):
+    """That every correctness gate of a phase passed on a host. `Store.prove` alone makes one."""
+
+    phase: str
+    host: str
+    hostname: str
+    gates: Mapping[str, ProofEntry] = pydantic.Field(min_length=1)
+
+
+class GateRecord(_Model):
+    """How one gate ended in one run. `content` is the hash of what the gate depended on."""
+
+    phase: str
+    gate: str
+    kind: GateKind
+    status: Status
+    failure: FailureKind | None = None
+    message: str | None = None
+    figures: tuple[FigureRecord, ...] = ()
+    content: _Digest | None = None
+    seed: int | None = None
+    started: _Time | None = None
+    seconds: float | None = pydantic.Field(default=None, ge=0)
+    log: str | None = None
+    proof: Proof | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _holds_together(self) -> Self:
+        if (self.status is Status.FAILED) != (self.failure is not None):
+            raise ValueError("'failure' goes with status failed, and with no other")
+        if self.status is Status.PASSED and (self.content is None or self.seconds is None):
+            raise ValueError("a passed gate has a 'content' hash and 'seconds'")
+        if self.status is Status.PASSED and not self.figures:
+            raise ValueError("a passed gate has at least one figure")
+        if self.figures and self.status not in (Status.PASSED, Status.FAILED):
+            raise ValueError(f"a gate that is {self.status} has no figures")
+        if self.status not in (Status.PASSED, Status.UNWRITTEN) and not self.message:
+            raise ValueError(f"a gate that is {self.status} says why in 'message'")
+        speeds = [figure.name for figure in self.figures if figure.unit.is_speed]
+        if speeds and self.kind is not GateKind.SPEED:
+            raise ValueError(f"a correctness gate has no speed figure, got {', '.join(speeds)}")
+        if self.figures and self.kind is GateKind.SPEED and self.proof is None:
+            raise ValueError("a speed gate's figures need a 'proof' that the phase is correct")
+        if self.proof is not None and self.proof.phase != self.phase:
+            raise ValueError(f"'proof' is of {self.proof.phase}, not of {self.phase}")
+        return self
+
+
+class Record(_Model):
+    """One run. `finished` is None while it goes on and stays so when it dies."""
+
+    version: Literal[1] = 1
+    run: str = pydantic.Field(pattern=r"^\d{8}T\d{6}Z-[0-9a-f]{6}$")
+    command: tuple[str, ...]
+    host: str
+    machine: _MachineField
+    revision: str | None
+    dirty: bool | None
+    seed: int
+    started: _Time
+    finished: _Time | None = None
+    gates: tuple[GateRecord, ...]
+
+    @pydantic.model_validator(mode="after")
+    def _proofs_are_of_this_host(self) -> Self:
+        for gate in self.gates:
+            proof = gate.proof
+            if proof and (proof.host, proof.hostname) != (self.host, self.machine.hostname):
+                raise ValueError(f"the proof of {gate.gate} is from another host, {proof.host}")
+        names = [gate.gate for gate in self.gates]
+        if len(set(names)) < len(names):
+            raise ValueError("a gate stands twice in one run")
+        return self
+
+    def with_gate(self, gate: GateRecord) -> Record:
+        """This record with the entry of the same gate replaced. Validated again."""
+        gates = tuple(gate if old.gate == gate.gate else old for old in self.gates)
+        return Record.model_validate(dict(self) | {"gates": gates})
+
+    def as_text(self) -> str:
+        return json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
+
+
+class Evidence(_Model):
+    """The newest that is known of a gate on a host, and whether the code has changed since."""
+
+    record: Record
+    gate: GateRecord
+    stale: bool
+
+    @property
+    def proves(self) -> bool:
+        """Passed, and with the code as it is now."""
+        return self.gate.status is Status.PASSED and not self.stale
+
+
+def now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
+
+
+def new_run_id() -> str:
+    """Sorts by time: `20261129T140102Z-a1b2c3`."""
+    return f"{now():%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
+
+
+def load_record(path: pathlib.Path) -> Record:
+    """The record at `path`. Raises ConfigError naming the file and the field."""
+    try:
+        fields: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path}: is not JSON: {error}", remedy="move the file away") from error
+    try:
+        return Record.model_validate(fields)
+    except pydantic.ValidationError as error:
+        raise ConfigError.from_validation(path, error) from error
+
+
+class Store:
+    """The records of this checkout: those of its own runs and those kept in the repository."""
+
+    def __init__(self, own: pathlib.Path, kept: pathlib.Path, root: pathlib.Path) -> None:
+        self._own = own
+        self._kept = kept
+        self._root = root
+
+    def save(self, record: Record) -> pathlib.Path:
+        path = self._own / f"{record.run}.json"
+        write_atomically(path, record.as_text())
+        return path
+
+    def own_records(self) -> list[Record]:
+        return _read_all(self._own)
+
+    def kept_records(self) -> dict[str, Record]:
+        """Kept records by the name that they are kept under."""
+        return {path.stem: load_record(path) for path in sorted(self._kept.glob("*.json"))}
+
+    def find(self, run: str) -> Record:
+        """The record whose run id is, or begins with, `run`; `latest` is the newest one."""
+        records = self.own_records()
+        if run == "latest" and records:
+            return records[-1]
+        matches = [record for record in records if record.run.startswith(run)]
+        if len(matches) != 1:
+            raise UnknownName("run", run, [record.run for record in reversed(records)][:10])
+        return matches[0]
+
+    def keep(self, record: Record, name: str) -> pathlib.Path:
+        """Copy `record` to the repository's kept evidence as `name`.json."""
+        path = self._kept / f"{name}.json"
+        if record.finished is None:
+            raise ConfigError(
+                f"run {record.run} never finished", remedy="run it again, then keep that"
+            )
+        write_atomically(path, record.as_text())
+        return path
+
+    def newest(self, phases: Iterable[Phase], host: str, hostname: str) -> dict[str, Evidence]:
+        """The newest evidence of each gate on `host`, a machine that calls itself `hostname`."""
+        gates = {gate.name: gate for phase in phases for gate in phase.gates}
+        records = [
+            record
+            for record in (*self.own_records(), *self.kept_records().values())
+            if (record.host, record.machine.hostname) == (host, hostname)
+        ]
+        found: dict[str, tuple[Record, GateRecord]] = {}
+        for record in sorted(records, key=lambda record: record.run):
+            found |= {entry.gate: (record, entry) for entry in record.gates if entry.gate in gates}
+        return {
+            name: Evidence(record=record, gate=entry, stale=self._is_stale(gates[name], entry))
+            for name, (record, entry) in found.items()
+        }
+
+    def machines(self) -> list[tuple[str, Machine]]:
+        """The (host, machine) pairs that there is evidence from, the newest machine of each."""
+        seen: dict[tuple[str, str], Machine] = {}
+        for record in (*self.kept_records().values(), *self.own_records()):
+            seen[record.host, record.machine.hostname] = record.machine
+        return [(host, machine) for (host, _), machine in seen.items()]
+
+    def prove(self, phase: Phase, host: str, hostname: str) -> Proof | list[str]:
+        """The proof that every correctness gate of `phase` passed, or the list of what lacks."""
+        evidence = self.newest([phase], host, hostname)
+        lacking: list[str] = []
+        entries: dict[str, ProofEntry] = {}
+        for gate in phase.correctness_gates:
+            known = evidence.get(gate.name)
+            if known is None:
+                lacking.append(f"{gate.name} was not run")
+            elif not known.proves or known.gate.content is None:
+                stale = ", and the code has changed since" if known.stale else ""
+                lacking.append(f"{gate.name} {known.gate.status}{stale}")
+            else:
+                entries[gate.name] = ProofEntry(run=known.record.run, content=known.gate.content)
+        if lacking or not entries:
+            return lacking or ["the phase has no correctness gate"]
+        return Proof(phase=phase.package, host=host, hostname=hostname, gates=entries)
+
+    def _is_stale(self, gate: Gate, entry: GateRecord) -> bool:
+        return gate_content(self._root, gate) != entry.content
+
+
+def _read_all(folder: pathlib.Path) -> list[Record]:
+    """Every record in `folder`, oldest first."""
+    return [load_record(path) for path in sorted(folder.glob("*.json"))]

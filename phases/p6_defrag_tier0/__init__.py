@@ -1,0 +1,40 @@
+"""Phase 6: an allocation policy that keeps a churned KV pool contiguous, if contiguity pays."""
+
+from phases.gate import Gate, GateKind
+from phases.phase import Phase, ServiceProfile
+from phases.requirement import Requirement
+
+PHASE = Phase(
+    number=6,
+    name="defrag_tier0",
+    title="Tier 0 defragmentation: contiguous slots for new allocations",
+    plan=16,
+    depends_on=(4,),
+    gates=(
+        Gate(
+            "allocator-invariants",
+            "100,000 random operations on SGLang's real allocator leak no slot and refuse none",
+            requires=(Requirement.SGLANG,),
+        ),
+        Gate(
+            "runs-per-request",
+            "mean contiguous runs of a 16k request under churn, against the stock policy",
+            requires=(Requirement.SGLANG,),
+        ),
+        Gate(
+            "run-length-price",
+            "the verify kernel's time against the length of contiguous runs",
+            kind=GateKind.SPEED,
+            requires=(Requirement.GPU,),
+        ),
+        Gate(
+            "churn-service-token-exact",
+            "a live service under churn gives the tokens of the stock one",
+            requires=(Requirement.SERVICE,),
+        ),
+    ),
+    profile=ServiceProfile(
+        arguments=("--attention-backend", "kdtree_mla"),
+        environment={"KDTREE_DEFRAG": "tier0"},
+    ),
+)

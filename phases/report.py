@@ -1,0 +1,126 @@
+"""From evidence to what a person reads: rows, counts, exit codes. Nothing here runs or prints."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Mapping, Sequence
+
+from kdtree_engine.machine import Machine
+from phases.evidence import Evidence, FigureRecord, GateRecord
+from phases.gate import Gate, Status, Unit
+from phases.phase import Phase
+from phases.requirement import Requirement
+
+__all__ = [
+    "ExitCode",
+    "counts",
+    "exit_code",
+    "figure_text",
+    "gate_rows",
+    "machine_label",
+    "notes",
+    "status_rows",
+]
+
+
+class ExitCode:
+    """What `kd` exits with. `kd --help` and README state the same list."""
+
+    PASSED = 0
+    FAILED = 1
+    USAGE = 2
+    BLOCKED = 3
+    INTERRUPTED = 130
+
+
+def exit_code(
+    entries: Iterable[GateRecord],
+    *,
+    gates: Mapping[str, Gate],
+    machine: Machine,
+    required: frozenset[Requirement] = frozenset(),
+) -> int:
+    """The exit code of a run; `required` turns what is blocked for lack of it into failure."""
+    seen = list(entries)
+    statuses = {entry.status for entry in seen}
+    unmet = any(
+        entry.status is Status.BLOCKED
+        and any(need in required and need.missing(machine) for need in gates[entry.gate].requires)
+        for entry in seen
+    )
+    if Status.INTERRUPTED in statuses:
+        return ExitCode.INTERRUPTED
+    if unmet or statuses & {Status.FAILED, Status.ERROR}:
+        return ExitCode.FAILED
+    return ExitCode.BLOCKED if statuses - {Status.PASSED} else ExitCode.PASSED
+
+
+def gate_rows(entries: Iterable[GateRecord]) -> list[tuple[str, str, str, str, str]]:
+    """(phase, gate, status, figure, seconds) of each entry."""
+    return [
+        (
+            entry.phase,
+            entry.gate,
+            f"{entry.status}: {entry.failure}" if entry.failure else str(entry.status),
+            figure_text(entry.figures[0]) if entry.figures else "",
+            f"{entry.seconds:.1f}" if entry.seconds is not None else "",
+        )
+        for entry in entries
+    ]
+
+
+def notes(entries: Iterable[GateRecord]) -> list[str]:
+    """Why gates did not pass, one line for each reason, with the gates that it holds up."""
+    reasons: dict[tuple[Status, str], list[str]] = {}
+    for entry in entries:
+        if entry.status is Status.UNWRITTEN:
+            reasons.setdefault((entry.status, "declared in the plan, no body yet"), []).append(
+                entry.gate
+            )
+        elif entry.status is not Status.PASSED:
+            reasons.setdefault((entry.status, entry.message or ""), []).append(entry.gate)
+    return [
+        f"{status}: {reason}: {', '.join(gates)}" for (status, reason), gates in reasons.items()
+    ]
+
+
+def counts(entries: Iterable[GateRecord]) -> str:
+    """`31 gates: 9 passed, 12 blocked, 10 unwritten`."""
+    statuses = collections.Counter(entry.status for entry in entries)
+    parts = ", ".join(f"{statuses[status]} {status}" for status in Status if statuses[status])
+    total = statuses.total()
+    return f"{total} {'gate' if total == 1 else 'gates'}: {parts}"
+
+
+def figure_text(figure: FigureRecord) -> str:
+    """`200 prompts`, `worst relative error 2.1e-15`, `rows 16k: 28.1 us`."""
+    value = f"{figure.value:.0f}" if figure.value == int(figure.value) else f"{figure.value:.3g}"
+    if figure.unit in (Unit.COUNT, Unit.TOKENS):
+        return f"{value} {figure.name}"
+    if figure.unit in (Unit.RATIO, Unit.PROBABILITY, Unit.RELATIVE_ERROR):
+        return f"{figure.name} {value}"
+    return f"{figure.name}: {value} {figure.unit}"
+
+
+def machine_label(host: str, machine: Machine, here: str) -> str:
+    """A column's head: the host; for `local` on another machine, that machine's GPU or name."""
+    if host != "local" or machine.hostname == here:
+        return host
+    return machine.gpus[0].name if machine.gpus else machine.hostname
+
+
+def status_rows(
+    phases: Sequence[Phase], columns: Sequence[Mapping[str, Evidence]]
+) -> list[tuple[str, ...]]:
+    """(phase, gate, a cell for each column): the newest status, stale where the code changed."""
+    return [
+        (phase.package, gate.name, *(_cell(column.get(gate.name)) for column in columns))
+        for phase in phases
+        for gate in phase.gates
+    ]
+
+
+def _cell(evidence: Evidence | None) -> str:
+    if evidence is None:
+        return "-"
+    return f"{evidence.gate.status}{' (stale)' if evidence.stale else ''}"

@@ -1,0 +1,244 @@
+"""Runs gates and turns their outcomes into evidence; what to show of it is the caller's business.
+
+The record of a run is written before its first gate starts, with every gate `interrupted`, and
+again after each gate. So whatever ends the run, what had not ended is on record as interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import filelock
+
+from kdtree_engine.errors import ConfigError
+from kdtree_engine.machine import Machine
+from phases.checkout import Checkout
+from phases.content import gate_content
+from phases.evidence import FigureRecord, GateRecord, Proof, Record, Store, new_run_id, now
+from phases.gate import Gate, GateKind, Status
+from phases.phase import Phase
+from phases.worker import Outcome, run_gate
+
+__all__ = ["Event", "Selection", "run", "select"]
+
+Selection = Sequence[tuple[Phase, Gate]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """Something that happened in a run. `result` is set when the gate ended."""
+
+    phase: Phase
+    gate: Gate
+    done: int = 0
+    total: int = 0
+    note: str = ""
+    result: GateRecord | None = None
+
+
+def select(phases: Iterable[Phase], only: Iterable[str] = ()) -> list[tuple[Phase, Gate]]:
+    """The gates of `phases` in order, correctness before speed; with `only`, those alone."""
+    wanted = set(only)
+    chosen: list[tuple[Phase, Gate]] = []
+    for phase in phases:
+        gates = sorted(phase.gates, key=lambda gate: gate.kind is GateKind.SPEED)
+        chosen += [(phase, gate) for gate in gates if not wanted or gate.name in wanted]
+    return chosen
+
+
+def run(
+    selection: Selection,
+    *,
+    checkout: Checkout,
+    store: Store,
+    machine: Machine,
+    host: str,
+    seed: int,
+    command: Sequence[str],
+    fail_fast: bool = False,
+    watch: Callable[[Event], None] = lambda event: None,
+) -> Record:
+    """Run the selected gates on this machine and return the finished record.
+
+    With `fail_fast`, gates after the first failed one are not run and leave no entry. An
+    interruption (Ctrl-C, SIGTERM, SIGHUP) ends the gate in flight, finishes the record with what
+    is left marked interrupted, and raises KeyboardInterrupt.
+    """
+    if not selection:
+        raise ConfigError("no gate is selected")
+    with _alone(checkout), _signals_interrupt():
+        revision, dirty = checkout.revision()
+        record = Record(
+            run=new_run_id(),
+            command=tuple(command),
+            host=host,
+            machine=machine,
+            revision=revision,
+            dirty=dirty,
+            seed=seed,
+            started=now(),
+            gates=tuple(_interrupted(phase, gate) for phase, gate in selection),
+        )
+        store.save(record)
+        ended: list[str] = []
+        try:
+            for phase, gate in selection:
+                watch(Event(phase, gate))
+                below = _below(phase, selection)
+                result = _one(phase, gate, below, record, checkout, store, watch)
+                record = record.with_gate(result)
+                store.save(record)
+                ended.append(gate.name)
+                watch(Event(phase, gate, result=result))
+                if fail_fast and result.status in (Status.FAILED, Status.ERROR):
+                    break
+        except KeyboardInterrupt:
+            ended = [gate.name for _, gate in selection]
+            raise
+        finally:
+            kept = tuple(entry for entry in record.gates if entry.gate in ended)
+            record = record.model_copy(update={"gates": kept, "finished": now()})
+            store.save(record)
+    return record
+
+
+def _one(
+    phase: Phase,
+    gate: Gate,
+    below: set[str],
+    record: Record,
+    checkout: Checkout,
+    store: Store,
+    watch: Callable[[Event], None],
+) -> GateRecord:
+    base = GateRecord(
+        phase=phase.package,
+        gate=gate.name,
+        kind=gate.kind,
+        status=Status.UNWRITTEN,
+        content=gate_content(checkout.root, gate),
+        seed=record.seed,
+        started=now(),
+    )
+    if gate.check is None:
+        return base
+    obstacle = _obstacle(gate, below, record)
+    proof: Proof | None = None
+    if obstacle is None and gate.kind is GateKind.SPEED:
+        answer = store.prove(phase, record.host, record.machine.hostname)
+        if isinstance(answer, Proof):
+            proof = answer
+        else:
+            obstacle = f"no speed before correctness: {'; '.join(answer)}"
+    if obstacle is not None:
+        return _with(base, status=Status.BLOCKED, message=obstacle)
+    log = checkout.logs / record.run / f"{gate.name}.log"
+    outcome = run_gate(
+        gate,
+        seed=record.seed,
+        log=log,
+        progress=lambda done, total, note: watch(Event(phase, gate, done, total, note)),
+    )
+    return _ended(base, outcome, proof, os.path.relpath(log, checkout.root))
+
+
+def _ended(base: GateRecord, outcome: Outcome, proof: Proof | None, log: str) -> GateRecord:
+    try:
+        return _with(
+            base,
+            status=outcome.status,
+            failure=outcome.failure,
+            message=outcome.message,
+            seconds=outcome.seconds,
+            figures=tuple(FigureRecord.of(figure) for figure in outcome.figures),
+            proof=proof,
+            log=log,
+        )
+    except ValueError as error:  # the gate gave figures that evidence refuses
+        faults = "; ".join(line.strip() for line in str(error).splitlines()[1:3])
+        return _with(
+            base,
+            status=Status.ERROR,
+            seconds=outcome.seconds,
+            log=log,
+            message=f"refused: {faults}",
+        )
+
+
+def _with(base: GateRecord, **changes: object) -> GateRecord:
+    return GateRecord.model_validate(dict(base) | changes)
+
+
+def _below(phase: Phase, selection: Selection) -> set[str]:
+    """The packages of the selected phases that `phase` builds on, directly or not."""
+    selected = {other.number: other for other, _ in selection}
+    waiting, found = list(phase.depends_on), set[str]()
+    while waiting:
+        other = selected.get(waiting.pop())
+        if other is not None and other.package not in found:
+            found.add(other.package)
+            waiting.extend(other.depends_on)
+    return found
+
+
+def _obstacle(gate: Gate, below: set[str], record: Record) -> str | None:
+    """Why `gate` cannot run here, or None: what the machine lacks, or a failure further down."""
+    lacking = [need for need in gate.requires if need.missing(record.machine)]
+    if lacking:
+        return "; ".join(f"{need.missing(record.machine)} ({need.remedy})" for need in lacking)
+    for entry in record.gates:
+        if entry.phase in below and entry.status in (Status.FAILED, Status.ERROR):
+            return f"{entry.phase}, which this phase builds on, has {entry.status}: {entry.gate}"
+    return None
+
+
+def _interrupted(phase: Phase, gate: Gate) -> GateRecord:
+    return GateRecord(
+        phase=phase.package,
+        gate=gate.name,
+        kind=gate.kind,
+        status=Status.INTERRUPTED,
+        message="the run ended before this gate did",
+    )
+
+
+@contextlib.contextmanager
+def _alone(checkout: Checkout) -> Iterator[None]:
+    """One run at a time: two would spoil each other's times."""
+    checkout.state.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(checkout.state / "run.lock")
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        raise ConfigError(
+            f"another run of kd holds {lock.lock_file}", remedy="wait until it ends"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a run as Ctrl-C does (only the main thread may set handlers)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {
+        number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,86 @@
+"""Tables of figures in README and plans, written from kept evidence so that they cannot drift.
+
+A document marks the place:
+
+    <!-- figures: NAME GATE -->
+    ...generated...
+    <!-- /figures -->
+
+NAME is a record under plans/evidence/ and GATE a gate in it; without GATE, the table has one row
+for each gate of the record.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Mapping
+
+from kdtree_engine.errors import ConfigError, UnknownName
+from phases.evidence import GateRecord, Record
+from phases.report import gate_rows
+
+__all__ = ["documents", "filled"]
+
+_BLOCK = re.compile(
+    r"(?P<head><!-- figures: (?P<name>[\w.-]+)(?: (?P<gate>[\w-]+))? -->\n)"
+    r"(?P<body>.*?)(?P<tail><!-- /figures -->)",
+    re.DOTALL,
+)
+_MARK = re.compile(r"<!-- /?figures")
+
+
+def documents(root: pathlib.Path) -> list[pathlib.Path]:
+    """The documents that may hold tables."""
+    return [root / "README.md", *sorted((root / "plans").glob("*.md"))]
+
+
+def filled(path: pathlib.Path, kept: Mapping[str, Record]) -> str:
+    """The text of `path` with every table as the kept records say. Raises ConfigError."""
+    text = path.read_text(encoding="utf-8")
+    if len(_MARK.findall(text)) != 2 * len(_BLOCK.findall(text)):
+        raise ConfigError(f"{path}: a '<!-- figures: ... -->' or its '<!-- /figures -->' is broken")
+
+    def block(match: re.Match[str]) -> str:
+        name, gate = match["name"], match["gate"]
+        if name not in kept:
+            raise UnknownName(f"kept record in {path.name}", name, kept)
+        return f"{match['head']}{_table(kept[name], gate, path)}{match['tail']}"
+
+    return _BLOCK.sub(block, text)
+
+
+def _table(record: Record, gate: str | None, path: pathlib.Path) -> str:
+    entries = {entry.gate: entry for entry in record.gates}
+    if gate is not None and gate not in entries:
+        raise UnknownName(f"gate of {record.run} in {path.name}", gate, entries)
+    lines = _figures(entries[gate]) if gate else _gates(record)
+    return "\n".join([*lines, "", _source(record), ""])
+
+
+def _gates(record: Record) -> list[str]:
+    rows = [f"| {' | '.join(row)} |" for row in gate_rows(record.gates)]
+    return ["| phase | gate | status | figure | seconds |", "|---|---|---|---|---|", *rows]
+
+
+def _figures(entry: GateRecord) -> list[str]:
+    rows = [f"| {figure.name} | {figure.value:.4g} | {figure.unit} |" for figure in entry.figures]
+    return ["| figure | value | unit |", "|---|---|---|", *rows]
+
+
+def _source(record: Record) -> str:
+    machine = record.machine
+    where = machine.gpus[0].name if machine.gpus else f"{machine.system}, no GPU"
+    revision = (record.revision or "unknown")[:12] + (" with changes" if record.dirty else "")
+    versions = ", ".join(
+        f"{name} {value}"
+        for name, value in (
+            ("driver", machine.driver),
+            ("CUDA", machine.cuda),
+            ("torch", machine.torch),
+        )
+        if value
+    )
+    return (
+        f"{where}; {versions}; revision {revision}; {record.started:%Y-%m-%d}; seed {record.seed}."
+    )

@@ -1,0 +1,241 @@
+"""This machine, through the same interface as any other host.
+
+It stands on Invoke, as Fabric does, so that both transports share their way of running commands.
+Invoke's own local runner is close but not safe enough here, which is what `_GroupRunner` mends: it
+ends only the direct child on a timeout, leaves the child's stdin open, decodes each block of output
+on its own (so a character that lies across two blocks is lost), and joins all output again for
+every block.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import pathlib
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import IO, Any
+
+from invoke.config import Config
+from invoke.context import Context
+from invoke.exceptions import CommandTimedOut
+from invoke.runners import Local
+
+from remote.errors import CommandFailed, CommandTimeout, TransportError
+from remote.transport import Completed
+
+__all__ = ["LocalTransport"]
+
+_SHELL = "/bin/sh"
+_GRACE_S = 2.0  # between asking a process group to end and ending it
+_SILENCE_S = 0.5  # after a program's end, for what it printed last
+_LONGEST_OUTPUT = 64 << 20  # bytes of stdout or stderr
+
+
+class LocalTransport:
+    """Runs commands and copies files on this machine. See `Transport` for the contract."""
+
+    def __init__(self, host: str = "local") -> None:
+        self._host = host
+        # lazy: a person's own ~/.invoke.yaml has no say in how kd runs commands.
+        self._context = Context(Config(lazy=True))
+
+    @property
+    def host(self) -> str:
+        return self._host
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout: float,
+        input: bytes | None = None,  # noqa: A002
+        env: Mapping[str, str] | None = None,
+        check: bool = True,
+    ) -> Completed:
+        command = self._command(argv)
+        with contextlib.ExitStack() as stack:
+            stdin = None
+            if input is not None:
+                stdin = stack.enter_context(tempfile.TemporaryFile())
+                stdin.write(input)
+                stdin.seek(0)
+            runner = _GroupRunner(self._context, stdin)
+            try:
+                result = runner.run(
+                    command,
+                    shell=_SHELL,
+                    env=dict(env or {}),
+                    encoding="utf-8",
+                    hide=True,
+                    warn=True,
+                    pty=False,
+                    in_stream=False,
+                    timeout=timeout,
+                )
+            except CommandTimedOut as error:
+                raise CommandTimeout(self._host, argv, timeout, error.result.stderr) from None
+            except (OSError, ValueError) as error:
+                # The kernel or Popen refused it: too long, or a variable's name holds "=".
+                raise TransportError(
+                    f"host {self._host}: `{argv[0]}` could not be started: {error}"
+                ) from None
+            except BaseException:
+                runner.end_group()
+                raise
+        if runner.flooded:
+            raise TransportError(
+                f"host {self._host}: `{argv[0]}` printed more than {_LONGEST_OUTPUT >> 20} MiB "
+                "and was stopped"
+            )
+        assert result is not None  # only a disowned command has no result
+        completed = Completed(result.exited, result.stdout, result.stderr)
+        if check and completed.exit_code != 0:
+            raise CommandFailed(self._host, argv, completed.exit_code, completed.stderr)
+        return completed
+
+    def put(self, source: pathlib.Path, target: str, *, mode: int = 0o600) -> None:
+        self._copy(source, pathlib.Path(target), mode)
+
+    def get(self, source: str, target: pathlib.Path) -> None:
+        self._copy(pathlib.Path(source), target, 0o600)
+
+    def exists(self, path: str) -> bool:
+        return pathlib.Path(path).exists()
+
+    def close(self) -> None:
+        pass  # there is no connection to let go
+
+    def _command(self, argv: Sequence[str]) -> str:
+        """The shell line that runs exactly `argv`.
+
+        `exec` makes the first word a program's name, never a shell keyword, builtin or assignment.
+        """
+        if isinstance(argv, str) or not argv or not argv[0] or argv[0].startswith("-"):
+            raise TransportError(
+                f"host {self._host}: a command is a list that starts with a program, got {argv!r}"
+            )
+        if any("\0" in part for part in argv):
+            raise TransportError(f"host {self._host}: `{argv[0]}`: an argument holds a NUL byte")
+        return f"exec {shlex.join(argv)}"
+
+    def _copy(self, source: pathlib.Path, target: pathlib.Path, mode: int) -> None:
+        part: pathlib.Path | None = None
+        try:
+            with source.open("rb") as given:
+                # Beside the target, so that the rename stays within one file system.
+                descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+                part = pathlib.Path(name)
+                with os.fdopen(descriptor, "wb") as taken:
+                    shutil.copyfileobj(given, taken)
+                    taken.flush()
+                    os.fchmod(taken.fileno(), mode)
+                    os.fsync(taken.fileno())
+            part.replace(target)
+        except OSError as error:
+            raise TransportError(
+                f"host {self._host}: {source} could not be copied to {target}: {error.strerror}"
+            ) from None
+        finally:
+            if part is not None:
+                part.unlink(missing_ok=True)
+
+
+class _GroupRunner(Local):
+    """A child in a process group of its own, which ends as a whole."""
+
+    read_chunk_size = 1 << 16
+    process: subprocess.Popen[bytes]
+
+    def __init__(self, context: Context, stdin: IO[bytes] | None) -> None:
+        super().__init__(context)
+        self.flooded = False
+        self._stdin = stdin
+        self._expired = False
+        self._received = {"stdout": 0, "stderr": 0}
+
+    def start(self, command: str, shell: str, env: dict[str, Any]) -> None:
+        self.process = subprocess.Popen(
+            [shell, "-c", command],
+            env=env,
+            stdin=self._stdin or subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def kill(self) -> None:
+        """What the timer calls."""
+        self._expired = True
+        self.end_group()
+
+    @property
+    def timed_out(self) -> bool:
+        return self._expired
+
+    def send_interrupt(self, interrupt: KeyboardInterrupt) -> None:
+        self.end_group()
+        raise interrupt
+
+    def end_group(self) -> None:
+        """Ask the process group to end, and after a moment end it."""
+        process = getattr(self, "process", None)
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGTERM)
+            deadline = time.monotonic() + _GRACE_S
+            while time.monotonic() < deadline:
+                process.poll()  # reaps the leader, which would keep the group alive
+                os.killpg(process.pid, 0)  # raises once the group is gone
+                time.sleep(0.01)
+            os.killpg(process.pid, signal.SIGKILL)
+
+    def read_proc_output(self, reader: Callable[..., Any]) -> Generator[str, None, None]:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        while block := reader(self.read_chunk_size):
+            yield decoder.decode(block)
+        yield decoder.decode(b"", final=True)
+
+    def read_proc_stdout(self, num_bytes: int) -> bytes:
+        return self._read("stdout", self.process.stdout, num_bytes)
+
+    def read_proc_stderr(self, num_bytes: int) -> bytes:
+        return self._read("stderr", self.process.stderr, num_bytes)
+
+    def respond(self, buffer_: list[str]) -> None:
+        pass  # nothing here answers prompts
+
+    def stop(self) -> None:
+        super().stop()
+        process = getattr(self, "process", None)
+        if process is not None:
+            for stream in (process.stdout, process.stderr):
+                stream.close()
+
+    def _read(self, name: str, stream: IO[bytes] | None, num_bytes: int) -> bytes:
+        """The next block; empty at the end.
+
+        The end is not left to the pipe alone: a background process that inherited it may hold it
+        open for ever.
+        """
+        assert stream is not None
+        poll = select.poll()
+        poll.register(stream, select.POLLIN)
+        while not poll.poll(_SILENCE_S * 1000):
+            if self.process.poll() is not None:
+                return b""
+        block = os.read(stream.fileno(), num_bytes)
+        self._received[name] += len(block)
+        if self._received[name] > _LONGEST_OUTPUT:
+            self.flooded = True
+            self.end_group()
+            return b""
+        return block

@@ -1,0 +1,94 @@
+"""How commands and files reach a host. One interface, whether it is this machine or another."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from kdtree_engine.errors import MissingError
+
+if TYPE_CHECKING:
+    from remote.inventory import Host
+
+__all__ = ["Completed", "Transport", "connect"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Completed:
+    """How a command ended.
+
+    exit_code: negative where a signal ended it, as in `subprocess`.
+    stdout, stderr: decoded as UTF-8; bytes that are not UTF-8 show as U+FFFD.
+    """
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+class Transport(Protocol):
+    """One connection to one host. Nothing that goes through it can wait for a prompt."""
+
+    @property
+    def host(self) -> str:
+        """The host's name in the inventory."""
+        ...
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout: float,
+        input: bytes | None = None,  # noqa: A002 (subprocess calls it so)
+        env: Mapping[str, str] | None = None,
+        check: bool = True,
+    ) -> Completed:
+        """Run one program and wait for it.
+
+        `argv` is quoted here: every part arrives as it is, whatever it holds. The program is looked
+        for on PATH; exit code 127 says that it is not there. Its stdin holds `input` and then ends.
+        `env` is added to the host's own environment. What the program leaves running in the
+        background, and prints from there, is not waited for.
+
+        Raises CommandTimeout after `timeout` seconds, when the program and its process group have
+        been ended; CommandFailed, if `check`, where the exit code is not 0; TransportError where it
+        prints more than is sane or an argument cannot be passed (a NUL byte). On KeyboardInterrupt
+        the process group is ended before the interrupt goes on.
+        """
+        ...
+
+    def put(self, source: pathlib.Path, target: str, *, mode: int = 0o600) -> None:
+        """Copy a file of this machine to path `target` of the host, with the given mode.
+
+        The whole file appears at once or not at all. Raises TransportError.
+        """
+        ...
+
+    def get(self, source: str, target: pathlib.Path) -> None:
+        """Copy the host's file `source` to `target` on this machine, at once or not at all.
+
+        Raises TransportError.
+        """
+        ...
+
+    def exists(self, path: str) -> bool:
+        """Whether the host has a file or folder at `path`."""
+        ...
+
+    def close(self) -> None:
+        """Let the connection go. May be called twice."""
+        ...
+
+
+def connect(host: Host) -> Transport:
+    """A transport to `host`. Raises MissingError for hosts that need SSH."""
+    if host.kind == "local":
+        from remote.local import LocalTransport
+
+        return LocalTransport(host.name)
+    raise MissingError(
+        f"host {host.name} is reached over SSH, which this version cannot do yet",
+        remedy="use --host local",
+    )

@@ -1,0 +1,766 @@
+"""`kd`, what a person types: it parses, calls and prints; the rooms behind it do the work."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.shell_completion import CompletionItem, get_completion_class
+
+from kdtree_engine.errors import KdError, MissingError, UnknownName
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kdtree_engine.machine import Machine
+    from phases.checkout import Checkout
+    from phases.evidence import Record, Store
+    from phases.phase import Phase
+
+__all__ = ["cli", "main"]
+
+EPILOG = """\b
+Exit codes:
+  0    every gate passed
+  1    a gate failed
+  2    wrong usage or configuration
+  3    nothing failed, but something is blocked or unwritten
+  130  interrupted
+"""
+
+
+class _Group(click.Group):
+    """A group that answers a mistyped command with the nearest ones."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            raise UnknownName("command", args[0], self.list_commands(ctx))
+        return super().resolve_command(ctx, args)
+
+
+_Group.group_class = _Group
+
+
+@click.group(cls=_Group, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--debug", is_flag=True, envvar="KD_DEBUG", help="Show the traceback of an error.")
+@click.version_option(package_name="kd", prog_name="kd")
+def cli(debug: bool) -> None:
+    """Take an MLA tree-verify attention kernel from a plain oracle to a live service.
+
+    Each phase has a plan and acceptance gates; each run of a gate leaves evidence.
+    """
+
+
+def main() -> None:
+    """The console script: one line for an error, and honest exit codes."""
+    debug = "--debug" in sys.argv[1:] or bool(os.environ.get("KD_DEBUG"))
+    try:
+        code = cli.main(prog_name="kd", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        code = 2
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("kd: interrupted", err=True)
+        code = 130
+    except BrokenPipeError:  # the reader went away, as in `kd status | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + signal.SIGPIPE
+    except KdError as error:
+        if debug:
+            raise
+        click.echo(f"kd: {error}", err=True)
+        code = 3 if isinstance(error, MissingError) else 2
+    sys.exit(code)
+
+
+# ---------------------------------------------------------------------------------------------
+# Names that the shell can complete.
+
+
+def _completing(names: Callable[[], Iterable[str]]) -> Callable[..., list[CompletionItem]]:
+    def complete(ctx: click.Context, param: click.Parameter, word: str) -> list[CompletionItem]:
+        try:
+            return [CompletionItem(name) for name in names() if name.startswith(word)]
+        except KdError:
+            return []
+
+    return complete
+
+
+def _phase_names() -> Iterable[str]:
+    return ["all", *(str(phase.number) for phase in _phases())]
+
+
+def _gate_names() -> Iterable[str]:
+    return [gate.name for phase in _phases() for gate in phase.gates]
+
+
+def _plan_names() -> Iterable[str]:
+    from phases.plan import load_plans
+
+    return [plan.path.stem for plan in load_plans(_checkout().plans)]
+
+
+def _host_names() -> Iterable[str]:
+    from remote.inventory import load_inventory
+
+    return list(load_inventory(_checkout().hosts_file).hosts)
+
+
+def _run_names() -> Iterable[str]:
+    return ["latest", *(record.run for record in _store(_checkout()).own_records())]
+
+
+_json_option = click.option("--json", "as_json", is_flag=True, help="Plain JSON on stdout.")
+_host_option = click.option(
+    "--host",
+    "host_name",
+    default="local",
+    show_default=True,
+    metavar="NAME",
+    help="A host of remote/hosts.yaml.",
+    shell_complete=_completing(_host_names),
+)
+
+
+def _run_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in (
+        _host_option,
+        click.option("--fail-fast", is_flag=True, help="Stop after the first gate that fails."),
+        click.option(
+            "--require",
+            multiple=True,
+            type=click.Choice(["gpu", "nvcc", "sanitizer", "sglang", "service"]),
+            help="Count gates that are blocked for lack of this as failed. Repeatable.",
+        ),
+        click.option("--seed", default=1, show_default=True, help="Seed of every random draw."),
+        click.option("--no-input", is_flag=True, help="Never ask anything (kd never does)."),
+        _json_option,
+    ):
+        command = option(command)
+    return command
+
+
+# ---------------------------------------------------------------------------------------------
+# Phases and gates.
+
+
+@cli.group("phase")
+def phase_group() -> None:
+    """List and run phases."""
+
+
+@phase_group.command("list")
+@_json_option
+def phase_list(as_json: bool) -> None:
+    """Every phase, what it builds on, and its gates."""
+    phases = _phases()
+    if as_json:
+        _print_json(
+            [
+                {
+                    "number": phase.number,
+                    "name": phase.name,
+                    "title": phase.title,
+                    "plan": phase.plan,
+                    "depends_on": phase.depends_on,
+                    "gates": [
+                        {
+                            "name": gate.name,
+                            "title": gate.title,
+                            "kind": gate.kind,
+                            "requires": gate.requires,
+                            "written": gate.check is not None,
+                        }
+                        for gate in phase.gates
+                    ],
+                    "profile": {
+                        "arguments": phase.profile.arguments,
+                        "environment": dict(phase.profile.environment),
+                    },
+                }
+                for phase in phases
+            ]
+        )
+        return
+    _print_table(
+        ("phase", "builds on", "gate", "needs", "what it shows"),
+        [
+            (
+                phase.package,
+                ", ".join(map(str, phase.depends_on)),
+                gate.name,
+                ", ".join(gate.requires),
+                gate.title,
+            )
+            for phase in phases
+            for gate in phase.gates
+        ],
+    )
+
+
+@phase_group.command("run", epilog=EPILOG)
+@click.argument(
+    "wanted", metavar="N|all...", nargs=-1, required=True, shell_complete=_completing(_phase_names)
+)
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="GATE",
+    help="Run this gate alone. Repeatable.",
+    shell_complete=_completing(_gate_names),
+)
+@_run_options
+@click.pass_context
+def phase_run(
+    ctx: click.Context,
+    wanted: tuple[str, ...],
+    only: tuple[str, ...],
+    host_name: str,
+    fail_fast: bool,
+    require: tuple[str, ...],
+    seed: int,
+    no_input: bool,
+    as_json: bool,
+) -> None:
+    """Run the acceptance gates of one phase, of several, or of all in dependency order."""
+    from phases.registry import find_gate, find_phase
+    from phases.runner import select
+
+    phases = _phases()
+    named = phases if "all" in wanted else [find_phase(phases, name) for name in wanted]
+    chosen = [phase for phase in phases if phase in named]
+    for name in only:
+        find_gate(chosen, name)
+    record = _run(select(chosen, only), host_name, fail_fast, seed, as_json)
+    ctx.exit(_report(record, phases, require, as_json))
+
+
+@cli.command("verify", epilog=EPILOG)
+@click.option("--all", "everything", is_flag=True, help="Run every gate, fresh or not.")
+@_run_options
+@click.pass_context
+def verify(
+    ctx: click.Context,
+    everything: bool,
+    host_name: str,
+    fail_fast: bool,
+    require: tuple[str, ...],
+    seed: int,
+    no_input: bool,
+    as_json: bool,
+) -> None:
+    """Run every gate that has not passed with the code as it is now."""
+    from phases.runner import select
+
+    phases = _phases()
+    selection = select(phases)
+    known = {}
+    if not everything:
+        machine = _local_machine(host_name)
+        known = _store(_checkout()).newest(phases, host_name, machine.hostname)
+        selection = [
+            (phase, gate)
+            for phase, gate in selection
+            if gate.name not in known or not known[gate.name].proves
+        ]
+    fresh = [
+        evidence.gate
+        for name, evidence in known.items()
+        if evidence.proves and name not in {gate.name for _, gate in selection}
+    ]
+    if selection:
+        record = _run(selection, host_name, fail_fast, seed, as_json)
+        ctx.exit(_report(record, phases, require, as_json, fresh))
+    if as_json:
+        _print_json({"exit_code": 0, "gates": [], "fresh": [entry.gate for entry in fresh]})
+    else:
+        click.echo(f"{len(fresh)} gates passed before, with the code as it is now; none to run")
+
+
+@cli.command("status")
+@click.option("--host", "host_name", metavar="NAME", shell_complete=_completing(_host_names))
+@_json_option
+def status(host_name: str | None, as_json: bool) -> None:
+    """Phases x hosts from the newest evidence; stale means that the code has changed since."""
+    from phases.report import machine_label, status_rows
+
+    phases, store, here = _phases(), _store(_checkout()), _this_machine()
+    places = [("local", here)]
+    places += [
+        (host, machine)
+        for host, machine in store.machines()
+        if (host, machine.hostname) != ("local", here.hostname)
+    ]
+    if host_name is not None:
+        _host(host_name)
+        places = [place for place in places if place[0] == host_name]
+    columns = [store.newest(phases, host, machine.hostname) for host, machine in places]
+    labels = [machine_label(host, machine, here.hostname) for host, machine in places]
+    if as_json:
+        _print_json(
+            [
+                {
+                    "host": host,
+                    "hostname": machine.hostname,
+                    "label": label,
+                    "gates": {
+                        name: {
+                            "status": evidence.gate.status,
+                            "stale": evidence.stale,
+                            "run": evidence.record.run,
+                        }
+                        for name, evidence in column.items()
+                    },
+                }
+                for (host, machine), label, column in zip(places, labels, columns, strict=True)
+            ]
+        )
+        return
+    _print_table(("phase", "gate", *labels), status_rows(phases, columns))
+
+
+# ---------------------------------------------------------------------------------------------
+# Plans.
+
+
+@cli.group("plan")
+def plan_group() -> None:
+    """Read the design documents that the phases follow."""
+
+
+@plan_group.command("list")
+@_json_option
+def plan_list(as_json: bool) -> None:
+    """Every plan: number, phase, status, title."""
+    from phases.plan import load_plans
+
+    plans = load_plans(_checkout().plans)
+    if as_json:
+        _print_json(
+            [
+                {
+                    "id": plan.id,
+                    "file": plan.path.name,
+                    "title": plan.title,
+                    "phase": plan.phase,
+                    "status": plan.status,
+                    "depends_on": plan.depends_on,
+                    "date": plan.date.isoformat(),
+                    "decision": plan.decision,
+                    "reopen_when": plan.reopen_when,
+                    "gates": plan.gates,
+                }
+                for plan in plans
+            ]
+        )
+        return
+    _print_table(
+        ("plan", "phase", "status", "title"),
+        [
+            (
+                f"{plan.id:04d}",
+                "" if plan.phase is None else str(plan.phase),
+                plan.status,
+                plan.title,
+            )
+            for plan in plans
+        ],
+    )
+
+
+@plan_group.command("show")
+@click.argument("wanted", metavar="N", shell_complete=_completing(_plan_names))
+def plan_show(wanted: str) -> None:
+    """One plan, rendered on a terminal and as it is elsewhere. N is its number, file or slug."""
+    from phases.plan import find_plan, load_plans
+
+    plan = find_plan(load_plans(_checkout().plans), wanted)
+    console = _console()
+    if not console.is_terminal:
+        click.echo(plan.path.read_text(encoding="utf-8"), nl=False)
+        return
+    from rich.markdown import Markdown
+    from rich.panel import Panel
+
+    facts = [f"plan {plan.id:04d}", f"status {plan.status}", f"{plan.date}"]
+    facts += [f"phase {plan.phase}"] if plan.phase is not None else []
+    facts += (
+        [f"builds on {', '.join(f'{n:04d}' for n in plan.depends_on)}"] if plan.depends_on else []
+    )
+    lines = [" · ".join(facts)]
+    lines += [f"decision: {plan.decision}"] if plan.decision else []
+    lines += [f"reopen when: {plan.reopen_when}"] if plan.reopen_when else []
+    console.print(Panel("\n".join(lines), title=plan.title, highlight=False), markup=False)
+    console.print(Markdown(plan.text))
+
+
+# ---------------------------------------------------------------------------------------------
+# Evidence.
+
+
+@cli.group("evidence")
+def evidence_group() -> None:
+    """List, show and keep records of runs."""
+
+
+@evidence_group.command("list")
+@_json_option
+def evidence_list(as_json: bool) -> None:
+    """Every record: this checkout's runs, newest first, then those kept in the repository."""
+    from phases.report import counts
+
+    store = _store(_checkout())
+    named = [(record.run, record) for record in reversed(store.own_records())]
+    named += list(store.kept_records().items())
+    if as_json:
+        _print_json([{"name": name} | record.model_dump(mode="json") for name, record in named])
+        return
+    _print_table(
+        ("record", "host", "revision", "gates"),
+        [
+            (name, record.host, (record.revision or "unknown")[:12], counts(record.gates))
+            for name, record in named
+        ],
+    )
+
+
+@evidence_group.command("show")
+@click.argument("run", shell_complete=_completing(_run_names))
+@_json_option
+def evidence_show(run: str, as_json: bool) -> None:
+    """One run's record. RUN is an id, its beginning, or `latest`."""
+    record = _store(_checkout()).find(run)
+    if as_json:
+        click.echo(record.as_text(), nl=False)
+        return
+    _print_record(record)
+
+
+@evidence_group.command("keep")
+@click.argument("run", shell_complete=_completing(_run_names))
+@click.option("--name", metavar="NAME", help="Name in plans/evidence/ (default: the run's id).")
+def evidence_keep(run: str, name: str | None) -> None:
+    """Copy one run's record to plans/evidence/, to be committed."""
+    store = _store(_checkout())
+    record = store.find(run)
+    click.echo(store.keep(record, name or record.run))
+
+
+@evidence_group.command("tables")
+@click.option("--check", is_flag=True, help="Write nothing; exit 1 where a table differs.")
+@click.pass_context
+def evidence_tables(ctx: click.Context, check: bool) -> None:
+    """Write the tables of figures in README and plans anew from kept evidence."""
+    from kdtree_engine.atomic import write_atomically
+    from phases.tables import documents, filled
+
+    checkout = _checkout()
+    kept = _store(checkout).kept_records()
+    changed = [
+        (path, text)
+        for path in documents(checkout.root)
+        if path.exists() and (text := filled(path, kept)) != path.read_text(encoding="utf-8")
+    ]
+    for path, text in changed:
+        if not check:
+            write_atomically(path, text)
+        click.echo(f"{'differs' if check else 'wrote'} {path.relative_to(checkout.root)}")
+    ctx.exit(1 if check and changed else 0)
+
+
+# ---------------------------------------------------------------------------------------------
+# Machines and hosts.
+
+
+@cli.command("doctor")
+@_host_option
+@_json_option
+def doctor(host_name: str, as_json: bool) -> None:
+    """What a machine can run, and the command that would add what is missing."""
+    from phases.requirement import Requirement
+
+    machine = _machine_of(host_name)
+    missing = {need: need.missing(machine) for need in Requirement}
+    if as_json:
+        needs = {
+            need: {"missing": lack, "remedy": need.remedy if lack else None}
+            for need, lack in missing.items()
+        }
+        _print_json({"host": host_name, "machine": machine.as_json(), "needs": needs})
+        return
+    gpus = ", ".join(
+        f"{gpu.name} (sm_{gpu.capability[0]}{gpu.capability[1]}{'' if gpu.usable else ', no use'})"
+        for gpu in machine.gpus
+    )
+    tools = {
+        "system": machine.system,
+        "Python": machine.python,
+        "torch": machine.torch,
+        "torch's CUDA": machine.cuda,
+        "NVIDIA driver": machine.driver,
+        "GPUs": gpus or None,
+        "nvcc": machine.nvcc,
+        "compute-sanitizer": machine.compute_sanitizer,
+        "SGLang": machine.sglang,
+        "ssh": machine.ssh,
+        "rsync": machine.rsync,
+    }
+    hints = {"ssh": "apt-get install openssh-client", "rsync": "apt-get install rsync"}
+    _print_table(("on this host", "found"), [(k, v or "-") for k, v in tools.items()])
+    click.echo()
+    rows = [
+        (str(need), lack or "yes", need.remedy if lack else "") for need, lack in missing.items()
+    ]
+    rows += [
+        (tool, "not on PATH", hint)
+        for tool, hint in hints.items()
+        if getattr(machine, tool) is None
+    ]
+    _print_table(("gates that need", "can run", "to add it"), rows)
+
+
+@cli.group("hosts")
+def hosts_group() -> None:
+    """The hosts that kd knows."""
+
+
+@hosts_group.command("list")
+@_json_option
+def hosts_list(as_json: bool) -> None:
+    """Every host of remote/hosts.yaml."""
+    from remote.inventory import load_inventory
+
+    hosts = load_inventory(_checkout().hosts_file).hosts
+    if as_json:
+        _print_json({name: host.model_dump(mode="json") for name, host in hosts.items()})
+        return
+    _print_table(
+        ("host", "kind", "address"),
+        [(name, str(host.kind), str(getattr(host, "address", ""))) for name, host in hosts.items()],
+    )
+
+
+@cli.command("completion")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the completion script of SHELL: `eval "$(kd completion bash)"`."""
+    found = get_completion_class(shell)
+    assert found is not None
+    click.echo(found(cli, {}, "kd", "_KD_COMPLETE").source())
+
+
+# ---------------------------------------------------------------------------------------------
+# What the commands share.
+
+
+def _checkout() -> Checkout:
+    from phases.checkout import find_checkout
+
+    return find_checkout()
+
+
+def _store(checkout: Checkout) -> Store:
+    from phases.evidence import Store
+
+    return Store(checkout.evidence, checkout.kept_evidence, checkout.root)
+
+
+def _phases() -> list[Phase]:
+    from phases.registry import load_phases
+
+    return load_phases()
+
+
+def _host(name: str) -> Any:
+    from remote.inventory import load_inventory
+
+    return load_inventory(_checkout().hosts_file).host(name)
+
+
+def _this_machine() -> Machine:
+    from kdtree_engine.machine import read_machine
+
+    return read_machine()
+
+
+def _machine_of(host_name: str) -> Machine:
+    """The facts of a host, read there through its transport."""
+    from remote.facts import read_facts
+    from remote.transport import connect
+
+    transport = connect(_host(host_name))
+    try:
+        return read_facts(transport, sys.executable)
+    finally:
+        transport.close()
+
+
+def _local_machine(host_name: str) -> Machine:
+    """This machine, after making sure that `host_name` means this machine."""
+    from remote.transport import connect
+
+    connect(_host(host_name)).close()
+    return _this_machine()
+
+
+def _run(
+    selection: Sequence[Any], host_name: str, fail_fast: bool, seed: int, as_json: bool
+) -> Record:
+    from phases import runner
+
+    checkout = _checkout()
+    machine = _local_machine(host_name)
+    with _Watch(len(selection)) as watch:
+        return runner.run(
+            selection,
+            checkout=checkout,
+            store=_store(checkout),
+            machine=machine,
+            host=host_name,
+            seed=seed,
+            command=["kd", *sys.argv[1:]],
+            fail_fast=fail_fast,
+            watch=watch,
+        )
+
+
+def _report(
+    record: Record,
+    phases: Sequence[Phase],
+    require: Sequence[str],
+    as_json: bool,
+    fresh: Sequence[Any] = (),
+) -> int:
+    """Print a finished run; returns its exit code. `fresh` gates passed before and were not run."""
+    from phases.report import exit_code
+    from phases.requirement import Requirement
+
+    gates = {gate.name: gate for phase in phases for gate in phase.gates}
+    required = frozenset(Requirement(word) for word in require)
+    code = exit_code(record.gates, gates=gates, machine=record.machine, required=required)
+    if as_json:
+        _print_json(
+            record.model_dump(mode="json")
+            | {"exit_code": code, "fresh": [entry.gate for entry in fresh]}
+        )
+        return code
+    _print_record(record)
+    if fresh:
+        click.echo(f"{len(fresh)} more passed before, with the code as it is now")
+    return code
+
+
+def _print_record(record: Record) -> None:
+    from phases.report import counts, gate_rows, notes
+
+    _print_table(("phase", "gate", "status", "figure", "seconds"), gate_rows(record.gates))
+    for line in notes(record.gates):
+        click.echo(line)
+    click.echo(f"{counts(record.gates)}; evidence {record.run}")
+
+
+class _Watch:
+    """Progress on stderr: a live line on a terminal, one plain line for each gate elsewhere."""
+
+    def __init__(self, gates: int) -> None:
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        self._gates = gates
+        self._ended = 0
+        self._console = _console(stderr=True)
+        self._live = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task: Any = None
+
+    def __enter__(self) -> _Watch:
+        self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._live.stop()
+
+    def __call__(self, event: Any) -> None:
+        if event.result is not None:
+            self._ended += 1
+            if self._task is not None:
+                self._live.remove_task(self._task)
+                self._task = None
+            self._say(event)
+        elif self._task is None:
+            self._task = self._live.add_task(event.gate.name, total=None, note="")
+        else:
+            self._live.update(
+                self._task, completed=event.done, total=event.total or None, note=event.note
+            )
+
+    def _say(self, event: Any) -> None:
+        seconds = f" {event.result.seconds:.1f} s" if event.result.seconds is not None else ""
+        line = f"[{self._ended}/{self._gates}] {event.phase.package} {event.gate.name}: "
+        line += f"{event.result.status}{seconds}"
+        if self._console.is_terminal:
+            self._console.print(line, markup=False, highlight=False)
+        else:
+            click.echo(line, err=True)
+
+
+def _console(stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False)
+
+
+_COLOURS = {
+    "passed": "green",
+    "failed": "red",
+    "error": "red",
+    "blocked": "yellow",
+    "unwritten": "bright_black",
+    "interrupted": "magenta",
+}
+
+
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A rich table on a terminal; elsewhere aligned plain text, one line for each row."""
+    console = _console()
+    if console.is_terminal:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(*columns, header_style="bold")
+        for row in rows:
+            table.add_row(
+                *(
+                    Text(cell, style=_COLOURS.get(cell.partition(":")[0].split(" ")[0], ""))
+                    for cell in row
+                )
+            )
+        console.print(table)
+        return
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    for row in (columns, *rows):
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        click.echo(line.rstrip())
+
+
+def _print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=1, ensure_ascii=False, default=str))
+
+
+if __name__ == "__main__":
+    main()

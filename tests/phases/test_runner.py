@@ -1,0 +1,245 @@
+"""Runs, from the first record to the last, and every way that a run can end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import filelock
+import pytest
+import sample_gates
+from sample_gates import MACHINE, phase, speed_gate
+
+from kdtree_engine.errors import ConfigError
+from phases.checkout import Checkout
+from phases.evidence import Record, Store
+from phases.gate import FailureKind, Gate, Status
+from phases.phase import Phase
+from phases.requirement import Requirement
+from phases.runner import Event, run, select
+
+
+@pytest.fixture
+def start(checkout: Checkout, store: Store):
+    """Run all gates of the given phases; returns the record."""
+
+    def start_(*phases: Phase, **options: object) -> Record:
+        settings: dict[str, object] = {
+            "checkout": checkout,
+            "store": store,
+            "machine": MACHINE,
+            "host": "local",
+            "seed": 5,
+            "command": ["kd", "phase", "run", "all"],
+        }
+        return run(select(phases), **(settings | options))  # type: ignore[arg-type]
+
+    return start_
+
+
+def test_a_run_leaves_one_record_with_all_that_was_found(start, store: Store) -> None:
+    events: list[Event] = []
+    record = start(phase(0, Gate("right", "", sample_gates.passes)), watch=events.append)
+
+    (entry,) = record.gates
+    assert entry.status is Status.PASSED
+    assert [(f.name, f.value) for f in entry.figures] == [("prompts", 200), ("seed", 5)]
+    assert entry.seconds is not None
+    assert entry.content is not None
+    assert record.finished is not None
+    assert record.revision is not None
+    assert store.own_records() == [record]
+    assert [event.note for event in events] == ["", "case 0", "case 1", "case 2", ""]
+    assert events[-1].result == entry
+
+
+@pytest.mark.parametrize(
+    ("check", "status", "failure", "message"),
+    [
+        (sample_gates.fails, Status.FAILED, FailureKind.NUMERICAL, "row 3 of request 1 differs"),
+        (sample_gates.breaks, Status.ERROR, None, "IndexError at sample_gates.py:"),
+        (sample_gates.answers_nothing, Status.ERROR, None, "a gate returns its figures, got ()"),
+        (sample_gates.gives_infinity, Status.ERROR, None, "refused: "),
+        (sample_gates.measures, Status.ERROR, None, "a correctness gate has no speed figure"),
+        (sample_gates.crashes, Status.ERROR, None, "died (signal SIGSEGV)"),
+        (sample_gates.exits, Status.ERROR, None, "died (exit code 7)"),
+    ],
+)
+def test_what_goes_wrong_in_a_gate_stays_in_the_gate(
+    start, check, status: Status, failure: FailureKind | None, message: str
+) -> None:
+    bad, good = Gate("bad", "", check), Gate("good", "", sample_gates.passes)
+    first, second = start(phase(0, bad, good)).gates
+    assert (first.status, first.failure) == (status, failure)
+    assert message in (first.message or "")
+    assert second.status is Status.PASSED
+
+
+def test_what_a_gate_prints_goes_to_its_log(start, checkout: Checkout, capfd) -> None:
+    (entry,) = start(phase(0, Gate("loud", "", sample_gates.prints))).gates
+    log = checkout.root / (entry.log or "")
+    assert sorted(log.read_text().splitlines()) == ["from Python", "from a child"]
+    assert capfd.readouterr() == ("", "")
+
+
+def gone(process: int) -> bool:
+    """Whether `process` is gone within a few seconds (or only waits to be reaped)."""
+    for _ in range(100):
+        try:
+            state = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_gate_over_its_time_limit_is_ended_with_its_children(
+    start, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = tmp_path / "pids"
+    hang = dataclasses.replace(with_environment("hangs", pids), time_limit_s=3.0)
+    (entry,) = start(phase(0, hang)).gates
+    assert (entry.status, entry.failure) == (Status.FAILED, FailureKind.TIMEOUT)
+    assert "not done after 3 s" in (entry.message or "")
+    assert all(gone(int(pid)) for pid in pids.read_text().split())
+
+
+def test_a_child_that_a_gate_leaves_behind_is_ended(start, tmp_path: pathlib.Path) -> None:
+    pids = tmp_path / "pids"
+    (entry,) = start(phase(0, with_environment("leaves_a_child", pids))).gates
+    assert entry.status is Status.PASSED
+    assert all(gone(int(pid)) for pid in pids.read_text().split())
+
+
+def with_environment(name: str, pids: pathlib.Path) -> Gate:
+    """The sample gate `name`, which writes process numbers to `pids`."""
+    import functools
+
+    return Gate("child", "", functools.partial(sample_gates.with_pid_file, name, str(pids)))
+
+
+def test_a_gate_that_patches_the_clock_does_not_change_the_time_on_record(start) -> None:
+    (entry,) = start(phase(0, Gate("clock", "", sample_gates.patches_the_clock))).gates
+    assert entry.seconds is not None
+    assert 0 < entry.seconds < 30
+
+
+def test_what_the_machine_lacks_blocks_with_the_remedy(start) -> None:
+    gate = Gate("cuda", "", sample_gates.passes, requires=(Requirement.GPU, Requirement.NVCC))
+    (entry,) = start(phase(0, gate)).gates
+    assert entry.status is Status.BLOCKED
+    assert "no CUDA GPU" in (entry.message or "")
+    assert "install the CUDA toolkit" in (entry.message or "")
+
+
+def test_an_unwritten_gate_is_unwritten_whatever_the_machine_lacks(start) -> None:
+    (entry,) = start(phase(0, Gate("later", "", requires=(Requirement.GPU,)))).gates
+    assert entry.status is Status.UNWRITTEN
+
+
+def test_a_failure_blocks_the_phases_that_build_on_it_however_far(start) -> None:
+    record = start(
+        phase(0, Gate("bad", "", sample_gates.fails)),
+        phase(1, Gate("later", ""), depends_on=(0,)),
+        phase(2, Gate("above", "", sample_gates.passes), depends_on=(1,)),
+        phase(3, Gate("beside", "", sample_gates.passes)),
+    )
+    statuses = {entry.gate: entry.status for entry in record.gates}
+    assert statuses == {
+        "bad": Status.FAILED,
+        "later": Status.UNWRITTEN,
+        "above": Status.BLOCKED,
+        "beside": Status.PASSED,
+    }
+    assert "p0_sample, which this phase builds on, has failed: bad" in (
+        record.gates[2].message or ""
+    )
+
+
+def test_speed_is_measured_after_correctness_passed_and_not_otherwise(start) -> None:
+    right, wrong = Gate("right", "", sample_gates.passes), Gate("wrong", "", sample_gates.fails)
+    fast = start(phase(0, speed_gate(), right)).gates
+    assert [entry.gate for entry in fast] == ["right", "sample-speed"]
+    assert fast[1].status is Status.PASSED
+    assert fast[1].proof is not None
+
+    slow = start(phase(1, speed_gate("other-speed"), wrong)).gates
+    assert slow[1].status is Status.BLOCKED
+    assert slow[1].message == "no speed before correctness: wrong failed"
+
+
+def test_fail_fast_stops_and_leaves_no_entry_for_what_did_not_run(start) -> None:
+    bad, good = Gate("bad", "", sample_gates.fails), Gate("good", "", sample_gates.passes)
+    record = start(phase(0, bad, good), fail_fast=True)
+    assert [entry.gate for entry in record.gates] == ["bad"]
+
+
+def test_a_second_run_at_the_same_time_is_refused(start, checkout: Checkout) -> None:
+    checkout.state.mkdir()
+    with (
+        filelock.FileLock(checkout.state / "run.lock"),
+        pytest.raises(ConfigError, match="another run of kd holds"),
+    ):
+        start(phase(0, Gate("right", "", sample_gates.passes)))
+
+
+RUN_THAT_HANGS = """
+import pathlib, sys
+import sample_gates
+from phases.checkout import Checkout
+from phases.evidence import Store
+from phases.gate import Gate
+from phases.runner import run, select
+
+if __name__ == "__main__":
+    root, state = map(pathlib.Path, sys.argv[1:3])
+    checkout = Checkout(root, state)
+    gates = [Gate(name, "", getattr(sample_gates, name)) for name in ("passes", "hangs", "prints")]
+    run(
+        select([sample_gates.phase(0, *gates)]),
+        checkout=checkout,
+        store=Store(checkout.evidence, state / "kept", root),
+        machine=sample_gates.MACHINE,
+        host="local",
+        seed=1,
+        command=["kd"],
+    )
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_run_that_is_stopped_or_killed_leaves_interrupted_and_no_process(
+    root: pathlib.Path, checkout: Checkout, store: Store, tmp_path: pathlib.Path, number: int
+) -> None:
+    script, pids = tmp_path / "run.py", tmp_path / "pids"
+    script.write_text(RUN_THAT_HANGS)
+    paths = os.pathsep.join([*sys.path, str(root / "tests/support")])
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(root), str(checkout.state)],
+        env=os.environ | {"PYTHONPATH": paths, "SAMPLE_PID_FILE": str(pids)},
+        stderr=subprocess.DEVNULL,
+    )
+    for _ in range(600):
+        if pids.exists() and pids.read_text().count(" "):
+            break
+        time.sleep(0.05)
+    process.send_signal(number)
+    process.wait(20)
+
+    (record,) = store.own_records()
+    assert [entry.status for entry in record.gates] == [
+        Status.PASSED,
+        Status.INTERRUPTED,
+        Status.INTERRUPTED,
+    ]
+    assert (record.finished is None) == (number == signal.SIGKILL)
+    assert all(gone(int(pid)) for pid in pids.read_text().split())
+    assert json.loads((checkout.evidence / f"{record.run}.json").read_text())["run"] == record.run

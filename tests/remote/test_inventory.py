@@ -1,0 +1,159 @@
+"""Hosts files, whole and broken. Each fault is one line that names file, line, host and field."""
+
+from __future__ import annotations
+
+import pathlib
+import textwrap
+
+import pytest
+import yaml
+
+from kdtree_engine.errors import ConfigError, UnknownName
+from remote.inventory import LocalHost, SshHost, load_inventory
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+# Twelve lines, so that a test that adds a field below it adds line 13.
+LAB = """\
+hosts:
+  lab:
+    kind: ssh
+    address: lab.example.net
+    user: kd
+    root: /srv/kd
+    python: /opt/sglang/bin/python
+    service:
+      manager: systemd
+      unit: sglang
+      model_path: /srv/model
+      tensor_parallel: 8
+"""
+
+
+@pytest.fixture
+def hosts_file(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    monkeypatch.chdir(tmp_path)
+    return pathlib.Path("hosts.yaml")  # relative, so that messages show the bare name
+
+
+def test_the_repository_s_own_hosts() -> None:
+    inventory = load_inventory(ROOT / "remote" / "hosts.yaml")
+    assert list(inventory.hosts) == ["local", "ct200"]
+    assert isinstance(inventory.host("local"), LocalHost)
+    ct200 = inventory.host("ct200")
+    assert isinstance(ct200, SshHost)
+    assert ct200.cuda_arch == "sm_120"
+    assert ct200.service is not None
+    assert ct200.service.manager == "systemd"
+    assert ct200.service.tensor_parallel == 8
+    assert ct200.service.environment == ("HF_TOKEN", "NCCL_P2P_LEVEL")
+
+
+def test_what_is_left_out_has_a_default(hosts_file: pathlib.Path) -> None:
+    hosts_file.write_text(LAB)
+    lab = load_inventory(hosts_file).host("lab")
+    assert isinstance(lab, SshHost)
+    assert (lab.port, lab.identity, lab.cuda_arch) == (22, None, None)
+    assert lab.health.start_ceiling_s == 3600
+
+
+def test_an_unknown_host_comes_with_the_nearest_names(hosts_file: pathlib.Path) -> None:
+    hosts_file.write_text(LAB)
+    with pytest.raises(UnknownName, match=r"unknown host 'lap' \(did you mean lab\?\)"):
+        load_inventory(hosts_file).host("lap")
+
+
+def test_names_with_spaces_and_quotes_in_paths_are_kept(hosts_file: pathlib.Path) -> None:
+    """Quoting is the transport's work; the inventory passes them on as they are."""
+    hosts_file.write_text(LAB.replace("/srv/kd", '"/srv/k d\'$(x)"'))
+    assert load_inventory(hosts_file).host("lab").root == "/srv/k d'$(x)"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("user: kd", "user: 7", "hosts.yaml:5: host lab: field user: Input should be a valid string, got 7"),
+        ("user: kd", "user: -oProxy", "hosts.yaml:5: host lab: field user: String should match"),
+        ("lab.example.net", "-x", "hosts.yaml:4: host lab: field address: String should match"),
+        ("    user: kd\n", "", "hosts.yaml:2: host lab: field user: is required"),
+        ("user: kd", "user: kd\n    usr: kd", "hosts.yaml:6: host lab: field usr: is not a known field"),
+        ("user: kd", "user: kd\n    name: x", "hosts.yaml:6: host lab: field name: is not a known field"),
+        ("user: kd", 'user: kd\n    port: "22"', "hosts.yaml:6: host lab: field port: Input should be a valid integer, got '22'"),
+        ("user: kd", "user: kd\n    port: 0", "hosts.yaml:6: host lab: field port: Input should be greater than or equal to 1, got 0"),
+        ("user: kd", "user: kd\n    cuda_arch: 12.0", "hosts.yaml:6: host lab: field cuda_arch: Input should be a valid string, got 12.0"),
+        ("root: /srv/kd", "root: srv/kd", "hosts.yaml:6: host lab: field root: must be an absolute path, or begin with ~/"),
+        ("root: /srv/kd", 'root: "/srv\\nkd"', "hosts.yaml:6: host lab: field root: must be one line of printable text"),
+        ("kind: ssh", "kind: docker", "hosts.yaml:3: host lab: field kind: must be local or ssh, got 'docker'"),
+        ("    kind: ssh\n", "", "hosts.yaml:2: host lab: field kind: must be local or ssh, got None"),
+        ("kind: ssh", "kind: local", "hosts.yaml:4: host lab: field address: is not a known field"),
+        ("manager: systemd", "manager: screen", "hosts.yaml:9: host lab: field service.manager: Input should be 'systemd' or 'supervisor', got 'screen'"),
+        ("tensor_parallel: 8", "tensor_parallel: 0", "hosts.yaml:12: host lab: field service.tensor_parallel: Input should be greater than or equal to 1, got 0"),
+        ("tensor_parallel: 8", "tensor_parallel: 8\n      arguments: [--trust, 1]", "hosts.yaml:13: host lab: field service.arguments.1: Input should be a valid string, got 1"),
+        ("tensor_parallel: 8", "tensor_parallel: 8\n      arguments: [--tp=4]", "hosts.yaml:13: host lab: field service.arguments: --tp=4 is said by the field tensor_parallel"),
+        ("tensor_parallel: 8", "tensor_parallel: 8\n      environment: [HF_TOKEN=s3cret]", "hosts.yaml:13: host lab: field service.environment.0: String should match"),
+        ("tensor_parallel: 8", "tensor_parallel: 8\n    health: {poll_s: 900}", "hosts.yaml:13: host lab: field health: poll_s must be shorter"),
+        ("tensor_parallel: 8", "tensor_parallel: 8\n    health: {poll_s: .inf}", "hosts.yaml:13: host lab: field health.poll_s: Input should be a finite number"),
+        ("  lab:", "  Lab_1:", "hosts.yaml:2: host Lab_1: field name: String should match"),
+        ("  lab:", "  7:", "hosts.yaml:2: host 7: must be a name with fields below it"),
+    ],
+)  # fmt: skip
+def test_a_bad_field_is_named_with_its_line(
+    hosts_file: pathlib.Path, old: str, new: str, message: str
+) -> None:
+    assert old in LAB
+    hosts_file.write_text(LAB.replace(old, new))
+    with pytest.raises(ConfigError) as caught:
+        load_inventory(hosts_file)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "hosts.yaml: is empty"),
+        ("# nothing yet\n", "hosts.yaml: is empty"),
+        ("- lab\n", "hosts.yaml:1: field hosts: is required"),
+        ("hosts: lab\n", "hosts.yaml:1: field hosts: is required"),
+        ("host: {}\nhosts: {}\n", "hosts.yaml:1: field host: is not a known field"),
+        ("hosts:\n  lab: [1]\n", "hosts.yaml:2: host lab: must be a name with fields below it"),
+        ("hosts:\n  lab: {\n", "hosts.yaml:3: is not valid YAML"),
+        ("hosts:\n\tlab: 1\n", "hosts.yaml:2: is not valid YAML: found character '\\t'"),
+        ("hosts: !!python/name:os.system\n", "hosts.yaml:1: is not valid YAML: could not determine"),
+        ("hosts: {}\n---\nhosts: {}\n", "hosts.yaml:2: is not valid YAML: but found another"),
+        ("hosts:\n  lab: {}\n  lab: {}\n", "hosts.yaml:3: 'lab' is there twice, first on line 2"),
+        (f"{LAB}  lab: {{}}\n", "hosts.yaml:13: 'lab' is there twice, first on line 2"),
+        (f"{LAB}      unit: b\n", "hosts.yaml:13: host lab: 'unit' is there twice, first on line 10"),
+        ("hosts: &all\n  lab: *all\n", "hosts.yaml:2: an alias (*name) is not supported here"),
+        ("hosts:\n  lab:\n    root: 2026-13-45\n", "hosts.yaml: holds a value that cannot be read"),
+        ("hosts:\n  lab:\n    root: \x00\n", "hosts.yaml: is not UTF-8 text"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_inventory(hosts_file: pathlib.Path, text: str, message: str) -> None:
+    hosts_file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_inventory(hosts_file)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_file_that_is_not_there_or_not_text(hosts_file: pathlib.Path) -> None:
+    with pytest.raises(ConfigError, match=r"^hosts\.yaml: cannot be read: No such file"):
+        load_inventory(hosts_file)
+    hosts_file.write_bytes(b"hosts: \xff\xfe")
+    with pytest.raises(ConfigError, match=r"^hosts\.yaml: is not UTF-8 text$"):
+        load_inventory(hosts_file)
+
+
+def test_every_fault_of_a_file_is_named_at_once(hosts_file: pathlib.Path) -> None:
+    hosts_file.write_text(LAB.replace("user: kd", "user: 7").replace("/srv/kd", "kd"))
+    with pytest.raises(ConfigError) as caught:
+        load_inventory(hosts_file)
+    first, second = str(caught.value).split("; ")
+    assert first.startswith("hosts.yaml:6: host lab: field root: ")
+    assert second.startswith("hosts.yaml:5: host lab: field user: ")
+
+
+def test_lines_are_those_of_the_file_and_not_of_the_parsed_text(hosts_file: pathlib.Path) -> None:
+    hosts_file.write_text(textwrap.dedent(f"# a comment\n\n{LAB.replace('user: kd', 'user: no')}"))
+    assert yaml.safe_load(hosts_file.read_text())["hosts"]["lab"]["user"] is False
+    with pytest.raises(ConfigError, match=r"^hosts\.yaml:7: host lab: field user: .*, got False$"):
+        load_inventory(hosts_file)

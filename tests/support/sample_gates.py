@@ -1,0 +1,107 @@
+"""Gates that behave in every way a gate can, for the tests of the runner. One function each."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from kdtree_engine.machine import Machine
+from phases.gate import Context, FailureKind, Figure, Gate, GateFailure, GateKind, Unit
+from phases.phase import Phase
+
+MACHINE = Machine(
+    hostname="bench-1",
+    system="Linux",
+    python="3.11.7",
+    torch="2.14.1",
+    cuda=None,
+    driver=None,
+    gpus=(),
+    nvcc=None,
+    compute_sanitizer=None,
+    sglang=None,
+    ssh=None,
+    rsync=None,
+)
+
+
+def passes(context: Context) -> Sequence[Figure]:
+    for done in range(3):
+        context.progress(done, 3, f"case {done}")
+    (context.scratch / "notes").write_text("gone after the gate")
+    return [Figure("prompts", 200, Unit.COUNT), Figure("seed", context.seed, Unit.COUNT)]
+
+
+def measures(context: Context) -> Sequence[Figure]:
+    return [Figure("16k prefix", 28.1, Unit.MICROSECONDS)]
+
+
+def fails(context: Context) -> Sequence[Figure]:
+    figures = [Figure("relative error", 0.5, Unit.RELATIVE_ERROR)]
+    raise GateFailure(FailureKind.NUMERICAL, "row 3 of request 1 differs", figures)
+
+
+def breaks(context: Context) -> Sequence[Figure]:
+    raise IndexError("list index out of range")
+
+
+def answers_nothing(context: Context) -> Sequence[Figure]:
+    return []
+
+
+def gives_infinity(context: Context) -> Sequence[Figure]:
+    return [Figure("ratio", float("inf"), Unit.RATIO)]
+
+
+def prints(context: Context) -> Sequence[Figure]:
+    print("from Python")
+    os.system("echo from a child")
+    return [Figure("lines", 2, Unit.COUNT)]
+
+
+def crashes(context: Context) -> Sequence[Figure]:
+    ctypes.string_at(0)
+    raise AssertionError("unreachable")
+
+
+def exits(context: Context) -> Sequence[Figure]:
+    os._exit(7)
+
+
+def hangs(context: Context) -> Sequence[Figure]:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    pathlib.Path(os.environ["SAMPLE_PID_FILE"]).write_text(f"{os.getpid()} {child.pid}")
+    time.sleep(600)
+    return []
+
+
+def leaves_a_child(context: Context) -> Sequence[Figure]:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    pathlib.Path(os.environ["SAMPLE_PID_FILE"]).write_text(f"{os.getpid()} {child.pid}")
+    return [Figure("children", 1, Unit.COUNT)]
+
+
+def patches_the_clock(context: Context) -> Sequence[Figure]:
+    time.monotonic = lambda: 0.0
+    return [Figure("clocks", 1, Unit.COUNT)]
+
+
+def phase(number: int, *gates: Gate, depends_on: tuple[int, ...] = ()) -> Phase:
+    """A phase called `sample` with these gates."""
+    return Phase(number, "sample", "a sample", 10 + number, depends_on, gates)
+
+
+def speed_gate(name: str = "sample-speed") -> Gate:
+    return Gate(name, "how fast it is", measures, kind=GateKind.SPEED)
+
+
+def with_pid_file(name: str, path: str, context: Context) -> Sequence[Figure]:
+    """The sample gate `name`, with the file that it writes process numbers to."""
+    os.environ["SAMPLE_PID_FILE"] = path
+    figures: Sequence[Figure] = globals()[name](context)
+    return figures
