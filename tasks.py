@@ -659,12 +659,12 @@ def _report(
 
 
 def _print_record(record: Record) -> None:
-    from phases.report import counts, gate_rows, notes
+    from phases.report import GATE_COLUMNS, ending, gate_rows
 
-    _print_table(("phase", "gate", "status", "figure", "seconds"), gate_rows(record.gates))
-    for line in notes(record.gates):
+    rows = gate_rows(record.gates)
+    _print_table(GATE_COLUMNS, rows)
+    for line in ending(record)[1 + len(rows) :]:
         click.echo(line)
-    click.echo(f"{counts(record.gates)}; evidence {record.run}")
 
 
 class _Watch:
@@ -752,10 +752,10 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
             )
         console.print(table)
         return
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    for row in (columns, *rows):
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        click.echo(line.rstrip())
+    from phases.report import plain_table
+
+    for line in plain_table(columns, rows):
+        click.echo(line)
 
 
 def _print_json(value: Any) -> None:

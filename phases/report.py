@@ -6,21 +6,27 @@ import collections
 from collections.abc import Iterable, Mapping, Sequence
 
 from kdtree_engine.machine import Machine
-from phases.evidence import Evidence, FigureRecord, GateRecord
+from phases.evidence import Evidence, FigureRecord, GateRecord, Record
 from phases.gate import Gate, Status, Unit
 from phases.phase import Phase
 from phases.requirement import Requirement
 
 __all__ = [
+    "GATE_COLUMNS",
     "ExitCode",
     "counts",
+    "ending",
     "exit_code",
     "figure_text",
     "gate_rows",
     "machine_label",
     "notes",
+    "plain_table",
     "status_rows",
 ]
+
+
+GATE_COLUMNS = ("phase", "gate", "status", "figure", "seconds")
 
 
 class ExitCode:
@@ -81,6 +87,24 @@ def notes(entries: Iterable[GateRecord]) -> list[str]:
             reasons.setdefault((entry.status, entry.message or ""), []).append(entry.gate)
     return [
         f"{status}: {reason}: {', '.join(gates)}" for (status, reason), gates in reasons.items()
+    ]
+
+
+def ending(record: Record) -> list[str]:
+    """What `kd` prints at the end of a run, off a terminal, line by line."""
+    return [
+        *plain_table(GATE_COLUMNS, gate_rows(record.gates)),
+        *notes(record.gates),
+        f"{counts(record.gates)}; evidence {record.run}",
+    ]
+
+
+def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Aligned text, one line for each row, never wrapped."""
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (columns, *rows)
     ]
 
 

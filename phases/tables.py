@@ -6,8 +6,9 @@ A document marks the place:
     ...generated...
     <!-- /figures -->
 
-NAME is a record under plans/evidence/ and GATE a gate in it; without GATE, the table has one row
-for each gate of the record.
+NAME is a record under plans/evidence/ and GATE a gate in it: a row for each of its figures.
+Without GATE, the table has a row for each gate of the record. With `output` in place of
+`figures`, it is what `kd` printed at the end of that run.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from collections.abc import Mapping
 
 from kdtree_engine.errors import ConfigError, UnknownName
 from phases.evidence import GateRecord, Record
-from phases.report import gate_rows
+from phases.report import ending, gate_rows
 
 __all__ = ["documents", "filled"]
 
 _BLOCK = re.compile(
-    r"(?P<head><!-- figures: (?P<name>[\w.-]+)(?: (?P<gate>[\w-]+))? -->\n)"
-    r"(?P<body>.*?)(?P<tail><!-- /figures -->)",
+    r"(?P<head><!-- (?P<kind>figures|output): (?P<name>[\w.-]+)(?: (?P<gate>[\w-]+))? -->\n)"
+    r".*?(?P<tail><!-- /(?P=kind) -->)",
     re.DOTALL,
 )
-_MARK = re.compile(r"<!-- /?figures")
+_MARK = re.compile(r"<!-- /?(figures|output)")
 
 
 def documents(root: pathlib.Path) -> list[pathlib.Path]:
@@ -39,13 +40,17 @@ def filled(path: pathlib.Path, kept: Mapping[str, Record]) -> str:
     """The text of `path` with every table as the kept records say. Raises ConfigError."""
     text = path.read_text(encoding="utf-8")
     if len(_MARK.findall(text)) != 2 * len(_BLOCK.findall(text)):
-        raise ConfigError(f"{path}: a '<!-- figures: ... -->' or its '<!-- /figures -->' is broken")
+        raise ConfigError(f"{path}: a mark of a table, or its end, is broken")
 
     def block(match: re.Match[str]) -> str:
         name, gate = match["name"], match["gate"]
         if name not in kept:
             raise UnknownName(f"kept record in {path.name}", name, kept)
-        return f"{match['head']}{_table(kept[name], gate, path)}{match['tail']}"
+        if match["kind"] == "output":
+            table = "\n".join(["```", *ending(kept[name]), "```", ""])
+        else:
+            table = _table(kept[name], gate, path)
+        return f"{match['head']}{table}{match['tail']}"
 
     return _BLOCK.sub(block, text)
 

@@ -1,0 +1,228 @@
+"""The command line as people and scripts meet it. Every call runs `kd` in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+Kd = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def kd(root: pathlib.Path, tmp_path: pathlib.Path) -> Kd:
+    """`kd(*arguments)`, with a state folder of its own and nothing on standard input."""
+
+    def call(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(root / "tasks.py"), *arguments],
+            env=os.environ | {"KD_STATE": str(tmp_path / "state")} | environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    return call
+
+
+def test_a_gate_that_passes_is_exit_0_a_table_on_stdout_and_a_record(
+    kd: Kd, tmp_path: pathlib.Path
+) -> None:
+    run = kd("phase", "run", "0", "--only", "mask-layouts")
+    assert run.returncode == 0, run.stderr
+    header, row, ending = run.stdout.splitlines()
+    assert header.split() == ["phase", "gate", "status", "figure", "seconds"]
+    assert row.split()[:3] == ["p0_oracle", "mask-layouts", "passed"]
+    assert ending.startswith("1 gate: 1 passed; evidence ")
+    assert run.stderr.startswith("[1/1] p0_oracle mask-layouts: passed")
+    (record,) = (tmp_path / "state" / "evidence").glob("*.json")
+    assert json.loads(record.read_text())["gates"][0]["status"] == "passed"
+
+
+def test_json_is_plain_json_on_stdout_with_messages_on_stderr(kd: Kd) -> None:
+    run = kd("phase", "run", "7", "--json")
+    assert run.returncode == 3
+    answer = json.loads(run.stdout)
+    assert answer["exit_code"] == 3
+    assert {gate["status"] for gate in answer["gates"]} <= {"unwritten", "blocked"}
+
+
+def test_require_turns_blocked_into_failure(kd: Kd) -> None:
+    only = ("phase", "run", "1", "--only", "kernel-matches-oracle")
+    assert kd(*only).returncode == 3
+    assert kd(*only, "--require", "gpu").returncode == 1
+
+
+def test_verify_runs_what_has_not_passed_and_not_again_what_has(kd: Kd) -> None:
+    kd("phase", "run", "0", "--only", "mask-layouts")
+    cells = json.loads(kd("status", "--json").stdout)[0]["gates"]
+    assert cells["mask-layouts"]["status"] == "passed"
+    assert cells["mask-layouts"]["stale"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("phase", "run", "orcale"), "unknown phase 'orcale' (did you mean p0_oracle"),
+        (("phase", "run", "0", "--only", "mask-path"), "unknown gate 'mask-path' (did you mean"),
+        (("phase", "run", "1", "--only", "mask-paths"), "unknown gate 'mask-paths'"),
+        (("phase", "run", "0", "--host", "ct20"), "unknown host 'ct20' (did you mean ct200"),
+        (("plan", "show", "orakle"), "unknown plan 'orakle' (did you mean 0010-oracle"),
+        (("evidence", "show", "latest"), "unknown run 'latest'"),
+        (("phases",), "unknown command 'phases' (did you mean phase"),
+        (("plan", "lst"), "unknown command 'lst' (did you mean list"),
+    ],
+)
+def test_an_unknown_name_is_one_line_with_the_nearest_ones_and_exit_2(
+    kd: Kd, arguments: tuple[str, ...], complaint: str
+) -> None:
+    run = kd(*arguments)
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert len(run.stderr.splitlines()) == 1
+    assert complaint in run.stderr
+
+
+def test_wrong_usage_is_exit_2(kd: Kd) -> None:
+    assert kd("phase", "run").returncode == 2
+    assert kd("phase", "run", "0", "--nonsense").returncode == 2
+    assert kd("verify", "--require", "luck").returncode == 2
+
+
+def test_debug_shows_the_traceback_of_an_error(kd: Kd) -> None:
+    assert "Traceback" not in kd("plan", "show", "orakle").stderr
+    assert "Traceback" in kd("--debug", "plan", "show", "orakle").stderr
+
+
+def test_a_host_that_cannot_be_reached_yet_is_exit_3(kd: Kd) -> None:
+    run = kd("phase", "run", "0", "--host", "ct200")
+    assert run.returncode == 3
+    assert "ct200" in run.stderr
+    assert len(run.stderr.splitlines()) == 1
+
+
+def test_a_broken_record_is_one_line_that_names_the_file_and_nothing_is_lost(
+    kd: Kd, tmp_path: pathlib.Path
+) -> None:
+    folder = tmp_path / "state" / "evidence"
+    folder.mkdir(parents=True)
+    (folder / "broken.json").write_text("{}")
+    run = kd("status")
+    assert run.returncode == 2
+    assert "broken.json: field run: is required" in run.stderr
+    assert (folder / "broken.json").read_text() == "{}"
+
+
+def test_the_help_states_the_exit_codes(kd: Kd) -> None:
+    for arguments in (("--help",), ("phase", "run", "--help"), ("verify", "--help")):
+        assert "130  interrupted" in kd(*arguments).stdout
+
+
+def test_plans_are_listed_and_shown_as_they_are_off_a_terminal(
+    kd: Kd, root: pathlib.Path
+) -> None:
+    assert "0010  0      " in kd("plan", "list").stdout
+    shown = kd("plan", "show", "10").stdout
+    assert shown == next((root / "plans").glob("0010-*.md")).read_text()
+
+
+def test_evidence_is_shown_and_tables_are_checked(kd: Kd) -> None:
+    kd("phase", "run", "7")
+    shown = kd("evidence", "show", "latest")
+    assert "deferral-figures" in shown.stdout
+    assert json.loads(kd("evidence", "show", "latest", "--json").stdout)["host"] == "local"
+    assert len(json.loads(kd("evidence", "list", "--json").stdout)) >= 1
+    assert kd("evidence", "tables", "--check").returncode == 0
+
+
+def test_doctor_says_what_is_missing_and_how_to_get_it(kd: Kd) -> None:
+    answer = json.loads(kd("doctor", "--json").stdout)
+    assert answer["machine"]["python"].startswith("3.")
+    for need in answer["needs"].values():
+        assert (need["missing"] is None) == (need["remedy"] is None)
+    assert "gates that need" in kd("doctor").stdout
+
+
+def test_hosts_are_listed(kd: Kd) -> None:
+    assert {"local", "ct200"} <= set(json.loads(kd("hosts", "list", "--json").stdout))
+
+
+def test_the_shell_completes_phases_gates_and_plans(kd: Kd) -> None:
+    assert "_KD_COMPLETE" in kd("completion", "bash").stdout
+    words = {"COMP_WORDS": "kd phase run 0 --only mask-", "COMP_CWORD": "5"}
+    answer = kd(_KD_COMPLETE="bash_complete", **words).stdout
+    assert answer.split() == ["plain,mask-paths", "plain,mask-layouts"]
+
+
+def terminal(root: pathlib.Path, *arguments: str, **environment: str) -> str:
+    """What `kd` writes to a terminal."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, str(root / "tasks.py"), *arguments],
+        env={key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+        | {"TERM": "xterm-256color", "COLUMNS": "160"}
+        | environment,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    output = b""
+    while True:
+        try:
+            chunk = os.read(ours, 65536)
+        except OSError:
+            break
+        if not chunk:
+            break
+        output += chunk
+    process.wait(60)
+    os.close(ours)
+    return output.decode()
+
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*3\d")
+
+
+def test_colour_is_for_terminals_and_no_color_is_respected(
+    kd: Kd, root: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    state = str(tmp_path / "state")
+    coloured = terminal(root, "phase", "run", "7", KD_STATE=state)
+    assert COLOUR.search(coloured)
+    assert not COLOUR.search(terminal(root, "phase", "run", "7", KD_STATE=state, NO_COLOR="1"))
+    assert "\x1b" not in kd("phase", "run", "7").stdout + kd("phase", "run", "7").stderr
+
+
+def test_ctrl_c_is_exit_130_and_leaves_interrupted_on_record(
+    root: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    state = tmp_path / "state"
+    process = subprocess.Popen(
+        [sys.executable, str(root / "tasks.py"), "phase", "run", "0"],
+        env=os.environ | {"KD_STATE": str(state)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for _ in range(1200):
+        if list(state.glob("logs/*/*.log")):
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == "kd: interrupted"
+    (record,) = (state / "evidence").glob("*.json")
+    assert "interrupted" in {gate["status"] for gate in json.loads(record.read_text())["gates"]}
