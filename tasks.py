@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -258,24 +259,12 @@ def verify(
     as_json: bool,
 ) -> None:
     """Run every gate that has not passed with the code as it is now."""
-    from phases.runner import select
+    from phases.runner import select, unproven
 
     phases = _phases()
-    selection = select(phases)
-    known = {}
-    if not everything:
-        machine = _local_machine(host_name)
-        known = _store(_checkout()).newest(phases, host_name, machine.hostname)
-        selection = [
-            (phase, gate)
-            for phase, gate in selection
-            if gate.name not in known or not known[gate.name].proves
-        ]
-    fresh = [
-        evidence.gate
-        for name, evidence in known.items()
-        if evidence.proves and name not in {gate.name for _, gate in selection}
-    ]
+    _host(host_name)
+    known = _store(_checkout()).newest(phases, host_name, socket.gethostname())
+    selection, fresh = unproven(select(phases), {} if everything else known)
     if selection:
         record = _run(selection, host_name, fail_fast, seed, as_json)
         ctx.exit(_report(record, phases, require, as_json, fresh))
@@ -292,24 +281,20 @@ def status(host_name: str | None, as_json: bool) -> None:
     """Phases x hosts from the newest evidence; stale means that the code has changed since."""
     from phases.report import machine_label, status_rows
 
-    phases, store, here = _phases(), _store(_checkout()), _this_machine()
-    places = [("local", here)]
-    places += [
-        (host, machine)
-        for host, machine in store.machines()
-        if (host, machine.hostname) != ("local", here.hostname)
-    ]
+    phases, store, here = _phases(), _store(_checkout()), socket.gethostname()
+    labels = {("local", here): "local"}
+    for host, machine in store.machines():
+        labels[host, machine.hostname] = machine_label(host, machine, here)
     if host_name is not None:
         _host(host_name)
-        places = [place for place in places if place[0] == host_name]
-    columns = [store.newest(phases, host, machine.hostname) for host, machine in places]
-    labels = [machine_label(host, machine, here.hostname) for host, machine in places]
+        labels = {place: label for place, label in labels.items() if place[0] == host_name}
+    columns = [store.newest(phases, host, hostname) for host, hostname in labels]
     if as_json:
         _print_json(
             [
                 {
                     "host": host,
-                    "hostname": machine.hostname,
+                    "hostname": hostname,
                     "label": label,
                     "gates": {
                         name: {
@@ -320,11 +305,11 @@ def status(host_name: str | None, as_json: bool) -> None:
                         for name, evidence in column.items()
                     },
                 }
-                for (host, machine), label, column in zip(places, labels, columns, strict=True)
+                for ((host, hostname), label), column in zip(labels.items(), columns, strict=True)
             ]
         )
         return
-    _print_table(("phase", "gate", *labels), status_rows(phases, columns))
+    _print_table(("phase", "gate", *labels.values()), status_rows(phases, columns))
 
 
 # ---------------------------------------------------------------------------------------------

@@ -263,7 +263,7 @@ class _Bar:
                     FailureKind.NUMERICAL,
                     f"request {request} has a relative error of {error:.3g}, allowed is "
                     f"{self.factor * base:.3g}; first looked at: {self._place(start + token)}, "
-                    f"head {head}, where it is {_relative(ours[token, head], exact[token, head]):.3g}",
+                    f"head {head}: {_relative(ours[token, head], exact[token, head]):.3g}",
                 )
             worst, worst_ratio = max(worst, error), max(worst_ratio, error / base)
         return worst, worst_ratio

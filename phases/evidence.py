@@ -237,7 +237,7 @@ class Store:
 
     def newest(self, phases: Iterable[Phase], host: str, hostname: str) -> dict[str, Evidence]:
         """The newest evidence of each gate on `host`, a machine that calls itself `hostname`."""
-        gates = {gate.name: gate for phase in phases for gate in phase.gates}
+        gates = {gate.name: (phase, gate) for phase in phases for gate in phase.gates}
         records = [
             record
             for record in (*self.own_records(), *self.kept_records().values())
@@ -247,7 +247,7 @@ class Store:
         for record in sorted(records, key=lambda record: record.run):
             found |= {entry.gate: (record, entry) for entry in record.gates if entry.gate in gates}
         return {
-            name: Evidence(record=record, gate=entry, stale=self._is_stale(gates[name], entry))
+            name: Evidence(record=record, gate=entry, stale=self._is_stale(*gates[name], entry))
             for name, (record, entry) in found.items()
         }
 
@@ -276,8 +276,16 @@ class Store:
             return lacking or ["the phase has no correctness gate"]
         return Proof(phase=phase.package, host=host, hostname=hostname, gates=entries)
 
-    def _is_stale(self, gate: Gate, entry: GateRecord) -> bool:
-        return gate_content(self._root, gate) != entry.content
+    def _is_stale(self, phase: Phase, gate: Gate, entry: GateRecord) -> bool:
+        """Whether the code has changed: the gate's own, or what a speed figure's proof rests on."""
+        if gate_content(self._root, gate) != entry.content:
+            return True
+        if entry.proof is None:
+            return False
+        proved = {name: passed.content for name, passed in entry.proof.gates.items()}
+        return proved != {
+            gate.name: gate_content(self._root, gate) for gate in phase.correctness_gates
+        }
 
 
 def _read_all(folder: pathlib.Path) -> list[Record]:

@@ -11,7 +11,7 @@ import dataclasses
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import filelock
 
@@ -19,12 +19,21 @@ from kdtree_engine.errors import ConfigError
 from kdtree_engine.machine import Machine
 from phases.checkout import Checkout
 from phases.content import gate_content
-from phases.evidence import FigureRecord, GateRecord, Proof, Record, Store, new_run_id, now
+from phases.evidence import (
+    Evidence,
+    FigureRecord,
+    GateRecord,
+    Proof,
+    Record,
+    Store,
+    new_run_id,
+    now,
+)
 from phases.gate import Gate, GateKind, Status
 from phases.phase import Phase
 from phases.worker import Outcome, run_gate
 
-__all__ = ["Event", "Selection", "run", "select"]
+__all__ = ["Event", "Selection", "run", "select", "unproven"]
 
 Selection = Sequence[tuple[Phase, Gate]]
 
@@ -49,6 +58,20 @@ def select(phases: Iterable[Phase], only: Iterable[str] = ()) -> list[tuple[Phas
         gates = sorted(phase.gates, key=lambda gate: gate.kind is GateKind.SPEED)
         chosen += [(phase, gate) for gate in gates if not wanted or gate.name in wanted]
     return chosen
+
+
+def unproven(
+    selection: Selection, known: Mapping[str, Evidence]
+) -> tuple[list[tuple[Phase, Gate]], list[GateRecord]]:
+    """The gates that have not passed with the code as it is, and the entries of those that have."""
+    to_run = [
+        (phase, gate)
+        for phase, gate in selection
+        if gate.name not in known or not known[gate.name].proves
+    ]
+    names = {gate.name for _, gate in to_run}
+    fresh = [known[gate.name].gate for _, gate in selection if gate.name not in names]
+    return to_run, fresh
 
 
 def run(

@@ -64,7 +64,7 @@ def test_require_turns_blocked_into_failure(kd: Kd) -> None:
     assert kd(*only, "--require", "gpu").returncode == 1
 
 
-def test_verify_runs_what_has_not_passed_and_not_again_what_has(kd: Kd) -> None:
+def test_status_shows_the_newest_evidence(kd: Kd) -> None:
     kd("phase", "run", "0", "--only", "mask-layouts")
     cells = json.loads(kd("status", "--json").stdout)[0]["gates"]
     assert cells["mask-layouts"]["status"] == "passed"
@@ -129,9 +129,7 @@ def test_the_help_states_the_exit_codes(kd: Kd) -> None:
         assert "130  interrupted" in kd(*arguments).stdout
 
 
-def test_plans_are_listed_and_shown_as_they_are_off_a_terminal(
-    kd: Kd, root: pathlib.Path
-) -> None:
+def test_plans_are_listed_and_shown_as_they_are_off_a_terminal(kd: Kd, root: pathlib.Path) -> None:
     assert "0010  0      " in kd("plan", "list").stdout
     shown = kd("plan", "show", "10").stdout
     assert shown == next((root / "plans").glob("0010-*.md")).read_text()

@@ -253,6 +253,7 @@ def test_reading_loads_neither_torch_nor_nvml_into_the_process() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_fork_can_use_the_gpu_after_the_machine_was_read() -> None:
     program = textwrap.dedent(
         """

@@ -204,6 +204,28 @@ def test_a_proof_needs_every_correctness_gate_of_the_phase_on_that_machine(
     assert store.prove(phase, "local", "bench-2") == ["right was not run", "exact was not run"]
 
 
+def test_a_speed_figure_goes_stale_with_the_code_that_its_proof_rests_on(
+    store: Store, root: pathlib.Path
+) -> None:
+    speed = sample_gates.speed_gate()
+    phase = sample_gates.phase(1, right_gate(), speed)
+    right = entry(content=gate_content(root, right_gate()))
+    store.save(record(right))
+    proof = store.prove(phase, "local", "bench-1")
+    fast = entry(
+        gate=speed.name,
+        kind=GateKind.SPEED,
+        figures=(TIME,),
+        proof=proof,
+        content=gate_content(root, speed),
+    )
+    store.save(record(right, fast))
+    assert not store.newest([phase], "local", "bench-1")[speed.name].stale
+
+    grown = sample_gates.phase(1, right_gate(), Gate("new", "", sample_gates.passes), speed)
+    assert store.newest([grown], "local", "bench-1")[speed.name].stale
+
+
 def test_a_phase_without_correctness_gates_proves_nothing(store: Store) -> None:
     phase = sample_gates.phase(1, sample_gates.speed_gate())
     assert store.prove(phase, "local", "bench-1") == ["the phase has no correctness gate"]

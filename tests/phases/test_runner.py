@@ -22,7 +22,7 @@ from phases.evidence import Record, Store
 from phases.gate import FailureKind, Gate, Status
 from phases.phase import Phase
 from phases.requirement import Requirement
-from phases.runner import Event, run, select
+from phases.runner import Event, run, select, unproven
 
 
 @pytest.fixture
@@ -174,6 +174,16 @@ def test_speed_is_measured_after_correctness_passed_and_not_otherwise(start) -> 
     slow = start(phase(1, speed_gate("other-speed"), wrong)).gates
     assert slow[1].status is Status.BLOCKED
     assert slow[1].message == "no speed before correctness: wrong failed"
+
+
+def test_verify_runs_what_has_not_passed_with_this_code_and_not_again_what_has(
+    start, store: Store
+) -> None:
+    phases = phase(0, Gate("right", "", sample_gates.passes), Gate("bad", "", sample_gates.fails))
+    start(phases)
+    to_run, fresh = unproven(select([phases]), store.newest([phases], "local", "bench-1"))
+    assert [gate.name for _, gate in to_run] == ["bad"]
+    assert [entry.gate for entry in fresh] == ["right"]
 
 
 def test_fail_fast_stops_and_leaves_no_entry_for_what_did_not_run(start) -> None:

@@ -70,41 +70,97 @@ def test_names_with_spaces_and_quotes_in_paths_are_kept(hosts_file: pathlib.Path
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("old", "new", "line", "fault"),
     [
-        ("user: kd", "user: 7", "hosts.yaml:5: host lab: field user: Input should be a valid string, got 7"),
-        ("user: kd", "user: -oProxy", "hosts.yaml:5: host lab: field user: String should match"),
-        ("lab.example.net", "-x", "hosts.yaml:4: host lab: field address: String should match"),
-        ("    user: kd\n", "", "hosts.yaml:2: host lab: field user: is required"),
-        ("user: kd", "user: kd\n    usr: kd", "hosts.yaml:6: host lab: field usr: is not a known field"),
-        ("user: kd", "user: kd\n    name: x", "hosts.yaml:6: host lab: field name: is not a known field"),
-        ("user: kd", 'user: kd\n    port: "22"', "hosts.yaml:6: host lab: field port: Input should be a valid integer, got '22'"),
-        ("user: kd", "user: kd\n    port: 0", "hosts.yaml:6: host lab: field port: Input should be greater than or equal to 1, got 0"),
-        ("user: kd", "user: kd\n    cuda_arch: 12.0", "hosts.yaml:6: host lab: field cuda_arch: Input should be a valid string, got 12.0"),
-        ("root: /srv/kd", "root: srv/kd", "hosts.yaml:6: host lab: field root: must be an absolute path, or begin with ~/"),
-        ("root: /srv/kd", 'root: "/srv\\nkd"', "hosts.yaml:6: host lab: field root: must be one line of printable text"),
-        ("kind: ssh", "kind: docker", "hosts.yaml:3: host lab: field kind: must be local or ssh, got 'docker'"),
-        ("    kind: ssh\n", "", "hosts.yaml:2: host lab: field kind: must be local or ssh, got None"),
-        ("kind: ssh", "kind: local", "hosts.yaml:4: host lab: field address: is not a known field"),
-        ("manager: systemd", "manager: screen", "hosts.yaml:9: host lab: field service.manager: Input should be 'systemd' or 'supervisor', got 'screen'"),
-        ("tensor_parallel: 8", "tensor_parallel: 0", "hosts.yaml:12: host lab: field service.tensor_parallel: Input should be greater than or equal to 1, got 0"),
-        ("tensor_parallel: 8", "tensor_parallel: 8\n      arguments: [--trust, 1]", "hosts.yaml:13: host lab: field service.arguments.1: Input should be a valid string, got 1"),
-        ("tensor_parallel: 8", "tensor_parallel: 8\n      arguments: [--tp=4]", "hosts.yaml:13: host lab: field service.arguments: --tp=4 is said by the field tensor_parallel"),
-        ("tensor_parallel: 8", "tensor_parallel: 8\n      environment: [HF_TOKEN=s3cret]", "hosts.yaml:13: host lab: field service.environment.0: String should match"),
-        ("tensor_parallel: 8", "tensor_parallel: 8\n    health: {poll_s: 900}", "hosts.yaml:13: host lab: field health: poll_s must be shorter"),
-        ("tensor_parallel: 8", "tensor_parallel: 8\n    health: {poll_s: .inf}", "hosts.yaml:13: host lab: field health.poll_s: Input should be a finite number"),
-        ("  lab:", "  Lab_1:", "hosts.yaml:2: host Lab_1: field name: String should match"),
-        ("  lab:", "  7:", "hosts.yaml:2: host 7: must be a name with fields below it"),
+        ("user: kd", "user: 7", 5, "field user: Input should be a valid string, got 7"),
+        ("user: kd", "user: -oProxy", 5, "field user: String should match"),
+        ("lab.example.net", "-x", 4, "field address: String should match"),
+        ("    user: kd\n", "", 2, "field user: is required"),
+        ("user: kd", "user: kd\n    usr: kd", 6, "field usr: is not a known field"),
+        ("user: kd", "user: kd\n    name: x", 6, "field name: is not a known field"),
+        (
+            "user: kd",
+            'user: kd\n    port: "22"',
+            6,
+            "field port: Input should be a valid integer, got '22'",
+        ),
+        (
+            "user: kd",
+            "user: kd\n    port: 0",
+            6,
+            "field port: Input should be greater than or equal to 1, got 0",
+        ),
+        (
+            "user: kd",
+            "user: kd\n    cuda_arch: 12.0",
+            6,
+            "field cuda_arch: Input should be a valid string, got 12.0",
+        ),
+        (
+            "root: /srv/kd",
+            "root: srv/kd",
+            6,
+            "field root: must be an absolute path, or begin with ~/",
+        ),
+        ("root: /srv/kd", 'root: "/srv\\nkd"', 6, "field root: must be one line of printable text"),
+        ("kind: ssh", "kind: docker", 3, "field kind: must be local or ssh, got 'docker'"),
+        ("    kind: ssh\n", "", 2, "field kind: must be local or ssh, got None"),
+        ("kind: ssh", "kind: local", 4, "field address: is not a known field"),
+        (
+            "manager: systemd",
+            "manager: screen",
+            9,
+            "field service.manager: Input should be 'systemd' or 'supervisor', got 'screen'",
+        ),
+        (
+            "tensor_parallel: 8",
+            "tensor_parallel: 0",
+            12,
+            "field service.tensor_parallel: Input should be greater than or equal to 1, got 0",
+        ),
+        (
+            "tensor_parallel: 8",
+            "tensor_parallel: 8\n      arguments: [--trust, 1]",
+            13,
+            "field service.arguments.1: Input should be a valid string, got 1",
+        ),
+        (
+            "tensor_parallel: 8",
+            "tensor_parallel: 8\n      arguments: [--tp=4]",
+            13,
+            "field service.arguments: --tp=4 is said by the field tensor_parallel",
+        ),
+        (
+            "tensor_parallel: 8",
+            "tensor_parallel: 8\n      environment: [HF_TOKEN=s3cret]",
+            13,
+            "field service.environment.0: must be the name of a variable, without a value",
+        ),
+        (
+            "tensor_parallel: 8",
+            "tensor_parallel: 8\n    health: {poll_s: 900}",
+            13,
+            "field health: poll_s must be shorter",
+        ),
+        (
+            "tensor_parallel: 8",
+            "tensor_parallel: 8\n    health: {poll_s: .inf}",
+            13,
+            "field health.poll_s: Input should be a finite number",
+        ),
+        ("  lab:", "  Lab_1:", 2, "field name: String should match"),
+        ("  lab:", "  7:", 2, "must be a name with fields below it"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_field_is_named_with_its_line(
-    hosts_file: pathlib.Path, old: str, new: str, message: str
+    hosts_file: pathlib.Path, old: str, new: str, line: int, fault: str
 ) -> None:
     assert old in LAB
     hosts_file.write_text(LAB.replace(old, new))
+    name = new.strip().rstrip(":") if old == "  lab:" else "lab"
     with pytest.raises(ConfigError) as caught:
         load_inventory(hosts_file)
-    assert str(caught.value).startswith(message)
+    assert str(caught.value).startswith(f"hosts.yaml:{line}: host {name}: {fault}")
 
 
 @pytest.mark.parametrize(
@@ -118,16 +174,22 @@ def test_a_bad_field_is_named_with_its_line(
         ("hosts:\n  lab: [1]\n", "hosts.yaml:2: host lab: must be a name with fields below it"),
         ("hosts:\n  lab: {\n", "hosts.yaml:3: is not valid YAML"),
         ("hosts:\n\tlab: 1\n", "hosts.yaml:2: is not valid YAML: found character '\\t'"),
-        ("hosts: !!python/name:os.system\n", "hosts.yaml:1: is not valid YAML: could not determine"),
+        (
+            "hosts: !!python/name:os.system\n",
+            "hosts.yaml:1: is not valid YAML: could not determine",
+        ),
         ("hosts: {}\n---\nhosts: {}\n", "hosts.yaml:2: is not valid YAML: but found another"),
         ("hosts:\n  lab: {}\n  lab: {}\n", "hosts.yaml:3: 'lab' is there twice, first on line 2"),
         (f"{LAB}  lab: {{}}\n", "hosts.yaml:13: 'lab' is there twice, first on line 2"),
-        (f"{LAB}      unit: b\n", "hosts.yaml:13: host lab: 'unit' is there twice, first on line 10"),
+        (
+            f"{LAB}      unit: b\n",
+            "hosts.yaml:13: host lab: 'unit' is there twice, first on line 10",
+        ),
         ("hosts: &all\n  lab: *all\n", "hosts.yaml:2: an alias (*name) is not supported here"),
         ("hosts:\n  lab:\n    root: 2026-13-45\n", "hosts.yaml: holds a value that cannot be read"),
         ("hosts:\n  lab:\n    root: \x00\n", "hosts.yaml: is not UTF-8 text"),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_is_no_inventory(hosts_file: pathlib.Path, text: str, message: str) -> None:
     hosts_file.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -157,3 +219,10 @@ def test_lines_are_those_of_the_file_and_not_of_the_parsed_text(hosts_file: path
     assert yaml.safe_load(hosts_file.read_text())["hosts"]["lab"]["user"] is False
     with pytest.raises(ConfigError, match=r"^hosts\.yaml:7: host lab: field user: .*, got False$"):
         load_inventory(hosts_file)
+
+
+def test_a_secret_written_into_the_file_is_not_repeated(hosts_file: pathlib.Path) -> None:
+    hosts_file.write_text(f"{LAB}      environment: [HF_TOKEN=s3cret]\n")
+    with pytest.raises(ConfigError) as caught:
+        load_inventory(hosts_file)
+    assert "s3cret" not in str(caught.value)

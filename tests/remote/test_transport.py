@@ -51,8 +51,23 @@ def test_a_host_behind_ssh_is_refused_in_one_line() -> None:
 
 @pytest.mark.parametrize(
     "argument",
-    ["two words", "it's", '"', "$(id)", "`id`", "a\nb", "-rf", "", "*", "\\", "été €", "~", ";|&", "a=b"],
-)  # fmt: skip
+    [
+        "two words",
+        "it's",
+        '"',
+        "$(id)",
+        "`id`",
+        "a\nb",
+        "-rf",
+        "",
+        "*",
+        "\\",
+        "é €",
+        "~",
+        ";|&",
+        "a=b",
+    ],
+)
 def test_every_argument_arrives_as_it_is(host: Transport, argument: str) -> None:
     done = host.run(python("import sys; print(ascii(sys.argv[1]))", argument), timeout=10)
     assert done.stdout == ascii(argument) + "\n"

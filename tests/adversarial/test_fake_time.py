@@ -1,0 +1,313 @@
+"""Implementations that report a fake time. Each computes a cumulative sum, or seems to.
+
+The honest one takes SLOW_S. A cheat fools a plain stopwatch around it, which a test of its own
+shows, and must not get past `time_operation`: either the result is refused, or the figure is the
+true one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from kdtree_engine.timing import Tensors, Timing, WrongResult, time_operation
+
+SLOW_S = 0.02  # long beside a thread's start and a copy of the output, even on a busy machine
+SLOW_US = SLOW_S * 1e6
+
+_sleep = time.sleep
+_true_clock = time.perf_counter
+
+
+def make_inputs(seed: int) -> Tensors:
+    return (torch.randn(512, generator=torch.Generator().manual_seed(seed)),)
+
+
+def check(inputs: Tensors, outputs: Tensors) -> str | None:
+    return None if torch.equal(outputs[0], inputs[0].cumsum(0)) else "not the cumulative sum"
+
+
+def honest(values: torch.Tensor) -> torch.Tensor:
+    _sleep(SLOW_S)
+    return values.cumsum(0)
+
+
+def judged(operation: Callable[..., object]) -> Timing:
+    return time_operation(
+        make_inputs,
+        operation,  # type: ignore[arg-type]
+        device="cpu",
+        check=check,
+        repeats=7,
+        warmup=2,
+    )
+
+
+def stopwatch_us(operation: Callable[..., object], calls: int = 7) -> float:
+    """What a naive benchmark does: one input, a warm-up call, then calls back to back."""
+    (values,) = make_inputs(0)
+    operation(values)
+    begin = time.perf_counter()
+    for _ in range(calls):
+        operation(values)
+    return (time.perf_counter() - begin) / calls * 1e6
+
+
+def test_the_honest_implementation_is_accepted_with_its_true_time() -> None:
+    assert judged(honest).median_us >= SLOW_US
+    assert stopwatch_us(honest) >= SLOW_US
+
+
+class StopsTheClock:
+    """Replaces every clock of the time module by one that stands still."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        for name in ("perf_counter", "monotonic", "time", "process_time"):
+            self._patch.setattr(time, name, lambda: 0.0)
+            self._patch.setattr(time, f"{name}_ns", lambda: 0)
+        self._patch.setattr(time, "clock_gettime_ns", lambda clock: 0)
+        return honest(values)
+
+
+@pytest.fixture
+def stops_the_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[StopsTheClock]:
+    yield StopsTheClock(monkeypatch)
+    monkeypatch.undo()
+
+
+def test_a_stopped_clock_is_not_looked_at(stops_the_clock: StopsTheClock) -> None:
+    assert judged(stops_the_clock).median_us >= SLOW_US
+
+
+def test_a_stopped_clock_fools_a_stopwatch(stops_the_clock: StopsTheClock) -> None:
+    assert stopwatch_us(stops_the_clock) < SLOW_US
+
+
+class FinishesLater:
+    """Returns its output at once, and fills it in from a thread."""
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        output = torch.empty_like(values)
+
+        def fill() -> None:
+            output.copy_(honest(values))
+
+        self.threads.append(threading.Thread(target=fill))
+        self.threads[-1].start()
+        return output
+
+    def wait(self) -> None:
+        for thread in self.threads:
+            thread.join()
+
+
+@pytest.fixture
+def finishes_later() -> Iterator[FinishesLater]:
+    cheat = FinishesLater()
+    yield cheat
+    cheat.wait()
+
+
+def test_an_output_that_is_finished_later_is_refused(finishes_later: FinishesLater) -> None:
+    with pytest.raises(WrongResult, match="wrong when the clock stopped: not the cumulative sum"):
+        judged(finishes_later)
+
+
+def test_an_output_that_is_finished_later_looks_right_in_the_end(
+    finishes_later: FinishesLater,
+) -> None:
+    inputs = make_inputs(0)
+    output = finishes_later(*inputs)
+    finishes_later.wait()
+    assert check(inputs, (output,)) is None
+
+
+class ReturnsAHandle:
+    """Returns an object whose result somebody has to ask for."""
+
+    def __call__(self, values: torch.Tensor) -> object:
+        class Handle:
+            elapsed = 1e-9
+
+            def result(self) -> torch.Tensor:
+                return honest(values)
+
+        return Handle()
+
+
+def test_a_handle_or_an_object_with_its_own_elapsed_is_refused() -> None:
+    with pytest.raises(WrongResult, match="returned a Handle where a tensor belongs"):
+        judged(ReturnsAHandle())
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor that does the work when somebody looks at it."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        plain = [arg.as_subclass(torch.Tensor) if isinstance(arg, cls) else arg for arg in args]
+        if isinstance(args[0], cls):
+            plain[0] = honest(plain[0])
+        return func(*plain, **(kwargs or {}))
+
+
+def test_a_tensor_that_computes_when_it_is_read_is_refused() -> None:
+    lazy = LazyTensor.__new__(LazyTensor, torch.ones(3))
+    assert (lazy + 0).tolist() == [1.0, 2.0, 3.0]
+    with pytest.raises(WrongResult, match="returned a LazyTensor where a tensor belongs"):
+        judged(lambda values: values.as_subclass(LazyTensor))
+
+
+class ReturnsItsCache:
+    """Computes once and returns that output ever after."""
+
+    def __init__(self) -> None:
+        self.output: torch.Tensor | None = None
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        if self.output is None:
+            self.output = honest(values)
+        return self.output
+
+
+class ReturnsACopyOfItsCache(ReturnsItsCache):
+    """So that nobody can spoil what it keeps."""
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        return super().__call__(values).clone()
+
+
+class KeepsOneOutputPerBuffer:
+    """Knows each buffer again by its address: input sets that rotate do not show it up."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[int, torch.Tensor] = {}
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        address = values.data_ptr()
+        if address not in self.outputs:
+            self.outputs[address] = honest(values)
+        return self.outputs[address].clone()
+
+
+class SkipsRepeatedShapes:
+    """Works for the first input of each shape, and leaves the output as it is for the others."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[torch.Size, torch.Tensor] = {}
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        if values.shape not in self.outputs:
+            self.outputs[values.shape] = honest(values)
+        return self.outputs[values.shape]
+
+
+class MakesTheInputsFit:
+    """Changes the inputs so that its cheap output is right for them."""
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        return values.zero_().clone()
+
+
+CACHES = [ReturnsItsCache, ReturnsACopyOfItsCache, KeepsOneOutputPerBuffer, SkipsRepeatedShapes]
+
+
+@pytest.mark.parametrize("cheat", [*CACHES, MakesTheInputsFit])
+def test_work_that_is_not_done_is_refused(cheat: type[Callable[..., object]]) -> None:
+    with pytest.raises(WrongResult, match="wrong when the clock stopped: not the cumulative sum"):
+        judged(cheat())
+
+
+@pytest.mark.parametrize("cheat", CACHES)
+def test_work_that_is_not_done_fools_a_stopwatch(cheat: type[Callable[..., object]]) -> None:
+    assert stopwatch_us(cheat()) < SLOW_US
+
+
+class FastWhileWarm:
+    """Fast only right after the call before: it needs a moment to wake up."""
+
+    def __init__(self) -> None:
+        self.last = 0.0
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        warm = _true_clock() - self.last < 0.0005
+        output = values.cumsum(0) if warm else honest(values)
+        self.last = _true_clock()
+        return output
+
+
+def test_what_is_fast_only_while_it_is_warm_is_timed_cold() -> None:
+    assert judged(FastWhileWarm()).median_us >= SLOW_US
+
+
+def test_what_is_fast_only_while_it_is_warm_fools_a_stopwatch() -> None:
+    """Best of some attempts: on a busy machine a call may be kept waiting and go cold."""
+    assert min(stopwatch_us(FastWhileWarm()) for _ in range(20)) < SLOW_US / 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+class TestGpu:
+    """The same on a GPU, where work is queued and the host does not wait for it."""
+
+    @staticmethod
+    def draw(seed: int) -> Tensors:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        return (torch.randn(2048, 2048, generator=generator, device="cuda"),)
+
+    @staticmethod
+    def check(inputs: Tensors, outputs: Tensors) -> str | None:
+        return None if torch.equal(outputs[0], inputs[0] @ inputs[0]) else "not the square"
+
+    @staticmethod
+    def square(values: torch.Tensor) -> torch.Tensor:
+        return values @ values
+
+    @pytest.mark.parametrize("capture", [True, False])
+    def test_the_honest_one_is_accepted(self, capture: bool) -> None:
+        found = time_operation(
+            self.draw, self.square, device="cuda", check=self.check, capture=capture
+        )
+        assert found.median_us > 1
+
+    def test_work_on_another_stream_is_missed_by_the_copy(self) -> None:
+        side = torch.cuda.Stream()
+
+        def elsewhere(values: torch.Tensor) -> torch.Tensor:
+            output = torch.empty_like(values)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(20_000_000)
+                torch.matmul(values, values, out=output)
+            return output
+
+        with pytest.raises(WrongResult, match="not the square"):
+            time_operation(self.draw, elsewhere, device="cuda", check=self.check, capture=False)
+
+    @pytest.mark.parametrize("capture", [True, False])
+    def test_a_cached_output_is_refused(self, capture: bool) -> None:
+        kept: list[torch.Tensor] = []
+
+        def cached(values: torch.Tensor) -> torch.Tensor:
+            if not kept:
+                kept.append(values @ values)
+            return kept[0]
+
+        with pytest.raises(WrongResult, match="not the square"):
+            time_operation(self.draw, cached, device="cuda", check=self.check, capture=capture)
+
+    def test_patched_events_are_not_looked_at(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda.Event, "elapsed_time", lambda *events: 1e-6)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)
+        found = time_operation(self.draw, self.square, device="cuda", check=self.check)
+        assert found.median_us > 1

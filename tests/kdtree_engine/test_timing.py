@@ -1,0 +1,226 @@
+"""Timing of honest operations, on the CPU and, where there is one, on a GPU."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from kdtree_engine import timing
+from kdtree_engine.timing import (
+    ImplausibleTiming,
+    Tensors,
+    WrongResult,
+    copy_bandwidth,
+    matmul_rate,
+    time_operation,
+)
+
+SIDE = 64
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+        ],
+    ),
+]
+
+
+def two_matrices(device: str, side: int = SIDE) -> timing.Tensors:
+    return torch.randn(side, side, device=device), torch.randn(side, side, device=device)
+
+
+def draw(device: str, side: int = SIDE):  # type: ignore[no-untyped-def]
+    def make_inputs(seed: int) -> Tensors:
+        generator = torch.Generator(device).manual_seed(seed)
+        return tuple(torch.randn(side, side, generator=generator, device=device) for _ in range(2))
+
+    return make_inputs
+
+
+def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return left + right
+
+
+def is_sum(inputs: Tensors, outputs: Tensors) -> str | None:
+    left, right = inputs
+    return None if torch.equal(outputs[0], left + right) else "not the sum"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_honest_operation_has_a_median_between_its_deciles(device: str) -> None:
+    found = time_operation(draw(device), add, device=device, check=is_sum, repeats=20)
+    assert 0 < found.p10_us <= found.median_us <= found.p90_us
+    assert (found.repeats, found.sets) == (20, 3)
+    assert found.mode == ("host" if device == "cpu" else "graph")
+    assert found.bytes_per_second is None
+    assert found.ceiling_fraction is None
+
+
+def test_a_sleep_takes_as_long_as_it_sleeps() -> None:
+    def slow(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.01)
+        return left + right
+
+    found = time_operation(draw("cpu"), slow, device="cpu", check=is_sum, repeats=5, warmup=1)
+    assert found.median_us >= 10_000
+
+
+def test_every_call_is_checked_on_inputs_of_its_own() -> None:
+    seen = []
+
+    def remember(inputs: Tensors, outputs: Tensors) -> str | None:
+        seen.append(inputs[0][0, 0].item())
+        return is_sum(inputs, outputs)
+
+    time_operation(draw("cpu"), add, device="cpu", check=remember, repeats=10, warmup=2, sets=2)
+    assert len(seen) == len(set(seen)) == 12
+
+
+def test_operations_may_write_into_a_buffer_that_they_are_given() -> None:
+    def make_inputs(seed: int) -> Tensors:
+        return (*draw("cpu")(seed), torch.empty(SIDE, SIDE))
+
+    def add_into(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return torch.add(left, right, out=out)
+
+    def check(inputs: Tensors, outputs: Tensors) -> str | None:
+        return is_sum(inputs[:2], outputs)
+
+    assert time_operation(make_inputs, add_into, device="cpu", check=check).median_us > 0
+
+
+def test_integer_and_bool_outputs_are_poisoned_too() -> None:
+    """`argmax` and `isfinite` into buffers of their own, which they leave alone from then on."""
+    first: list[Tensors] = []
+
+    def once(left: torch.Tensor, right: torch.Tensor) -> Tensors:
+        if not first:
+            first.append((left.argmax(dim=1), left.isfinite()))
+        return first[0]
+
+    poisoned: list[Tensors] = []
+
+    def look(inputs: Tensors, outputs: Tensors) -> str | None:
+        poisoned.append(outputs)
+        return None
+
+    time_operation(draw("cpu"), once, device="cpu", check=look, repeats=3, warmup=1)
+    assert poisoned[1][0].eq(torch.iinfo(torch.int64).max).all()
+    assert not poisoned[1][1].any()
+
+
+def test_bytes_give_a_bandwidth_and_its_share_of_the_ceiling() -> None:
+    floor = 3 * 4 * SIDE * SIDE
+    found = time_operation(
+        draw("cpu"), add, device="cpu", check=is_sum, floor_bytes=floor, copy_bandwidth=1e12
+    )
+    assert found.bytes_per_second == pytest.approx(floor / (found.median_us * 1e-6))
+    assert found.ceiling_fraction == pytest.approx(floor / (found.median_us * 1e-6) / 1e12)
+
+
+def test_the_ceiling_is_measured_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_measure_copy", lambda device: 8e12)
+    found = time_operation(draw("cpu"), add, device="cpu", check=is_sum, floor_bytes=1)
+    assert found.bytes_per_second is not None
+    assert found.ceiling_fraction == pytest.approx(found.bytes_per_second / 8e12)
+
+
+def test_faster_than_memory_is_refused() -> None:
+    """No machine moves a petabyte in the time of a small addition."""
+    with pytest.raises(ImplausibleTiming, match=r"GB/s, and this device copies at 100\.0 GB/s"):
+        time_operation(
+            draw("cpu"), add, device="cpu", check=is_sum, floor_bytes=10**15, copy_bandwidth=1e11
+        )
+
+
+def test_a_wrong_output_is_refused_in_the_words_of_the_check() -> None:
+    with pytest.raises(WrongResult, match="wrong when the clock stopped: not the sum"):
+        time_operation(draw("cpu"), torch.sub, device="cpu", check=is_sum)
+
+
+def test_clocks_that_disagree_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.005)
+        return left + right
+
+    true_clock = time.perf_counter_ns
+    monkeypatch.setattr(timing, "_clock_ns", lambda: true_clock() // 10)
+    with pytest.raises(ImplausibleTiming, match="two clocks disagree"):
+        time_operation(draw("cpu"), slow, device="cpu", check=is_sum, repeats=5, warmup=1)
+
+
+def test_inputs_must_keep_their_shape_and_stand_on_the_device() -> None:
+    def growing(seed: int) -> Tensors:
+        return torch.ones(seed + 1), torch.ones(seed + 1)
+
+    with pytest.raises(ValueError, match="same shapes and dtypes for every seed"):
+        time_operation(growing, add, device="cpu", check=is_sum)
+    with pytest.raises(ValueError, match="input 0 is on meta, not on cpu"):
+        time_operation(draw_on_meta, add, device="cpu", check=is_sum)
+
+
+def draw_on_meta(seed: int) -> Tensors:
+    return (torch.empty(1, device="meta"),)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"repeats": 2}, {"warmup": 0}, {"sets": 1}, {"floor_bytes": 0}, {"device": "meta"}]
+)
+def test_arguments_that_make_no_measurement(wrong: dict[str, object]) -> None:
+    arguments: dict[str, object] = {"device": "cpu", "check": is_sum} | wrong
+    with pytest.raises(ValueError, match=r"takes at least|must be positive|not on meta"):
+        time_operation(draw("cpu"), add, **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_ceilings_are_those_of_a_machine_made_this_century(device: str) -> None:
+    assert 1e8 < copy_bandwidth(device, repeats=3) < 1e14
+    assert 1e8 < matmul_rate(device, repeats=3) < 1e17
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+class TestGpu:
+    """What only a GPU can show. 64 MiB an input, so that the figure is one of memory."""
+
+    side = 4096
+
+    def test_a_streaming_addition_nears_the_copy_bandwidth(self) -> None:
+        floor = 3 * 4 * self.side**2
+        found = time_operation(
+            draw("cuda", self.side), add, device="cuda", check=is_sum, floor_bytes=floor
+        )
+        assert found.ceiling_fraction is not None
+        assert 0.5 < found.ceiling_fraction < 1.15
+
+    def test_events_around_the_call_agree_with_the_graph(self) -> None:
+        graph, events = (
+            time_operation(
+                draw("cuda", self.side), add, device="cuda", check=is_sum, capture=capture
+            )
+            for capture in (True, False)
+        )
+        assert (graph.mode, events.mode) == ("graph", "events")
+        assert events.median_us == pytest.approx(graph.median_us, rel=0.3)
+
+    def test_a_small_input_is_read_from_memory_and_not_from_the_cache(self) -> None:
+        """8 MiB stay in any L2 between back-to-back calls; flushed, they take a read's time."""
+        side = 1448
+        ceiling = copy_bandwidth("cuda")
+        found = time_operation(
+            draw("cuda", side),
+            lambda left, right: left.max(dim=0).values,
+            device="cuda",
+            check=lambda inputs, outputs: (
+                None if torch.equal(outputs[0], inputs[0].max(dim=0).values) else "not the maximum"
+            ),
+            floor_bytes=4 * side**2,
+            copy_bandwidth=ceiling,
+        )
+        assert found.ceiling_fraction is not None
+        assert found.ceiling_fraction < 1.0
