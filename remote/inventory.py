@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -27,7 +28,6 @@ _Address = Annotated[str, pydantic.Field(pattern=r"^[A-Za-z0-9:][A-Za-z0-9.:_-]*
 _User = Annotated[str, pydantic.Field(pattern=r"^[a-z_][a-z0-9_.-]*$")]
 _Alias = Annotated[str, pydantic.Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
 _Port = Annotated[int, pydantic.Field(ge=1, le=65535)]
-_Variable = Annotated[str, pydantic.Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 _Seconds = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 
 
@@ -43,8 +43,16 @@ def _a_path(text: str) -> str:
     return text
 
 
+def _a_variable(text: str) -> str:
+    # A message of our own, as pydantic's would show the text: it may hold a secret.
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", text, re.ASCII):
+        raise ValueError("must be the name of a variable, without a value")
+    return text
+
+
 _Line = Annotated[str, pydantic.AfterValidator(_one_line)]
 _Path = Annotated[_Line, pydantic.AfterValidator(_a_path)]
+_Variable = Annotated[str, pydantic.AfterValidator(_a_variable)]
 
 
 class _Model(pydantic.BaseModel):

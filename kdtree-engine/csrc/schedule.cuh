@@ -56,37 +56,38 @@ __device__ __forceinline__ Request request_of(const TreeVerifyParams& p, int b) 
   return r;
 }
 
-__device__ __forceinline__ int64_t warp_sum(int64_t v) {
+// Positions on the line are int32: 2^31 stages of 16 tokens are more than any pool holds.
+__device__ __forceinline__ int warp_sum(int v) {
 #pragma unroll
   for (int o = 16; o > 0; o >>= 1) v += __shfl_xor_sync(0xffffffffu, v, o);
   return v;
 }
 
 // Length of the whole line. Every warp computes it for itself.
-__device__ __forceinline__ int64_t line_length(const TreeVerifyParams& p) {
+__device__ __forceinline__ int line_length(const TreeVerifyParams& p) {
   const int lane = threadIdx.x & 31;
-  int64_t sum = 0;
+  int sum = 0;
   for (int b = lane; b < p.batch; b += 32) sum += request_of(p, b).width;
   return warp_sum(sum);
 }
 
 // Where request b starts on the line.
-__device__ __forceinline__ int64_t line_start(const TreeVerifyParams& p, int b) {
+__device__ __forceinline__ int line_start(const TreeVerifyParams& p, int b) {
   const int lane = threadIdx.x & 31;
-  int64_t sum = 0;
+  int sum = 0;
   for (int i = lane; i < b; i += 32) sum += request_of(p, i).width;
   return warp_sum(sum);
 }
 
 // The request that covers position `pos` of the line, from (b, start) on, both moved forward.
-__device__ __forceinline__ void line_find(const TreeVerifyParams& p, int64_t pos, int& b, int64_t& start) {
+__device__ __forceinline__ void line_find(const TreeVerifyParams& p, int pos, int& b, int& start) {
   const int lane = threadIdx.x & 31;
   while (b < p.batch) {
     const int width = request_of(p, b + lane).width;
-    int64_t upto = width;  // inclusive prefix sum over the lanes
+    int upto = width;  // inclusive prefix sum over the lanes
 #pragma unroll
     for (int o = 1; o < 32; o <<= 1) {
-      const int64_t v = __shfl_up_sync(0xffffffffu, upto, o);
+      const int v = __shfl_up_sync(0xffffffffu, upto, o);
       if (lane >= o) upto += v;
     }
     const unsigned past = __ballot_sync(0xffffffffu, start + upto > pos);
@@ -101,21 +102,21 @@ __device__ __forceinline__ void line_find(const TreeVerifyParams& p, int64_t pos
   }
 }
 
-__device__ __forceinline__ int64_t share_of(const TreeVerifyParams& p, int64_t length) {
-  return max((length + p.groups - 1) / p.groups, static_cast<int64_t>(p.min_blocks));
+__device__ __forceinline__ int share_of(const TreeVerifyParams& p, int length) {
+  return max((length + p.groups - 1) / p.groups, p.min_blocks);
 }
 
 // Which groups a request's stages fall to (shared share).
 struct GroupRange {
-  int64_t first, last;
+  int first, last;
 };
-__device__ __forceinline__ GroupRange groups_of(const Request& r, int64_t start, int64_t share) {
+__device__ __forceinline__ GroupRange groups_of(const Request& r, int start, int share) {
   return {(start + kPieceCost) / share, (start + kPieceCost + r.blocks - 1) / share};
 }
 
 // The partial rows of group `g`, lane `lane` of it: two tiles a block, one for either end of its run.
-__device__ __forceinline__ int64_t partial_row_of(const TreeVerifyParams& p, int64_t g, int lane, bool first) {
-  return ((g * p.lanes + lane) * 2 + (first ? 1 : 0)) * p.row_tile;
+__device__ __forceinline__ int64_t partial_row_of(const TreeVerifyParams& p, int g, int lane, bool first) {
+  return static_cast<int64_t>((g * p.lanes + lane) * 2 + (first ? 1 : 0)) * p.row_tile;
 }
 
 // The pieces of this thread block, one after another.
@@ -148,7 +149,7 @@ class Schedule {
     const Request r = request_of(p_, b_);
     const int rows = r.nodes * p_.heads;
     const int tiles = (rows + p_.row_tile - 1) / p_.row_tile;
-    const int at = static_cast<int>(pos_ - start_);
+    const int at = pos_ - start_;
     const int split = at / tiles;  // tiles of one split are neighbours: they share its rows in L2
     fill(piece, r);
     piece.tile = at % tiles;
@@ -170,9 +171,9 @@ class Schedule {
       }
       if (b_ >= p_.batch) return false;
       const Request r = request_of(p_, b_);
-      const int64_t after = start_ + r.width;
-      const int begin = static_cast<int>(max(pos_ - start_ - kPieceCost, int64_t{0}));
-      const int end = static_cast<int>(min(end_ - start_ - kPieceCost, static_cast<int64_t>(r.blocks)));
+      const int after = start_ + r.width;
+      const int begin = max(pos_ - start_ - kPieceCost, 0);
+      const int end = min(end_ - start_ - kPieceCost, r.blocks);
       if (r.width > 0 && begin < end && tile_ * p_.row_tile < r.nodes * p_.heads) {
         const GroupRange range = groups_of(r, start_, share_);
         fill(piece, r);
@@ -202,7 +203,7 @@ class Schedule {
   }
 
   const TreeVerifyParams& p_;
-  int64_t length_ = 0, share_ = 1, pos_ = 0, end_ = 0, start_ = 0, group_ = 0;
+  int length_ = 0, share_ = 1, pos_ = 0, end_ = 0, start_ = 0, group_ = 0;
   int b_ = 0, lane_ = 0, tile_ = 0;
   bool found_ = false;
 };

@@ -54,7 +54,7 @@ class MaskLayout(enum.IntEnum):
 
 _BY_NAME = {"full": MaskLayout.FULL, "draft": MaskLayout.DRAFT, "packed": MaskLayout.PACKED}
 _GPU_FLOATS = (torch.bfloat16, torch.float16)
-_CPU_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_CPU_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INDEX = (torch.int32, torch.int64)
 _BYTES = (torch.uint8, torch.bool)
 
@@ -137,13 +137,15 @@ def check_arguments(
     return layout
 
 
-def least_mask_elements(num_tokens: int, batch: int) -> int:
+def least_mask_elements(num_tokens: int, batch: int, *, packed: bool) -> int:
     """The fewest mask elements that `num_tokens` tree nodes in `batch` requests can need.
 
-    Bytes: the sum of T_b^2 is least when the trees are equal, num_tokens^2 / batch. It is a bound
-    without the prefix columns, as lengths are device data. Packed words need at least one a row.
+    Bytes: the sum of T_b^2 is least when the trees are equal, num_tokens^2 / batch. It leaves out
+    the prefix columns, as lengths are in the device's memory. Words: one for each node.
     """
-    return -(-num_tokens * num_tokens // max(batch, 1))
+    if batch == 0:
+        return 0
+    return num_tokens if packed else -(-num_tokens * num_tokens // batch)
 
 
 def _check_mask(
@@ -185,13 +187,15 @@ def _check_mask(
         if mask.dtype not in allowed:
             _wrong_dtype(f"mask (layout '{mask_layout}')", allowed, mask)
 
-    packed = layout is MaskLayout.PACKED
-    least = num_tokens if packed else least_mask_elements(num_tokens, offsets - 1)
-    if mask.shape[0] < least:
-        raise ValueError(
-            f"mask: expected at least {least} {'words' if packed else 'bytes'} for {num_tokens} "
-            f"tree nodes in {offsets - 1} requests, got {mask.shape[0]}: it is too short"
-        )
+    # The CPU implementation reads the offsets and knows exactly; a GPU's cannot be waited for.
+    if device.type == "cuda":
+        packed = layout is MaskLayout.PACKED
+        least = least_mask_elements(num_tokens, offsets - 1, packed=packed)
+        if mask.shape[0] < least:
+            raise ValueError(
+                f"mask: expected at least {least} {'words' if packed else 'bytes'} for {num_tokens} "
+                f"rows of q in {offsets - 1} requests, got {mask.shape[0]}: it is too short"
+            )
     return layout
 
 

@@ -57,9 +57,9 @@ def tree_verify_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of every tree node over its request's prefix, its ancestors and itself.
 
-    q: [num_tokens, H, 576] bfloat16 or float16 (on the CPU also float32), contiguous: the absorbed
-        query, 512 latent values then 64 rope values. Rows past qo_indptr[B] belong to no request:
-        their output is zero and their lse -inf.
+    q: [num_tokens, H, 576] bfloat16 or float16 (on the CPU also float32 and float64), contiguous:
+        the absorbed query, 512 latent values then 64 rope values. Rows past qo_indptr[B] belong to
+        no request: their output is zero and their lse -inf.
     kv_pool: [num_slots, 576] or [num_slots, 1, 576], dtype of q, contiguous: the latent pool. K is
         the whole row, V its first 512 values.
     qo_indptr: [B + 1] int32 or int64: rows of q of each request, its T tree nodes, root first.
@@ -69,7 +69,9 @@ def tree_verify_attention(
     draft_slots: [num_tokens] int32 or int64: pool slots of the tree nodes' own rows.
     mask, mask_indptr: which nodes a node sees, a row per node; an element of a byte mask is 0 or
         not 0. Columns of the prefix count as ones and are not read. None: a causal chain.
-        mask is one-dimensional, mask_indptr is [B + 1] int32 or int64, offsets in elements.
+        mask is one-dimensional, mask_indptr is [B + 1] int32 or int64, offsets in elements. A mask
+        may be longer than needed (a static buffer). On a GPU it is refused where it is too short
+        for as many nodes as q has rows, in B equal trees: what shows without reading the offsets.
     sm_scale: factor of the scores, such as (128 + 64) ** -0.5.
     max_nodes: an upper bound of T over the requests, at most 128. It sizes the grid of a CUDA
         launch, so under a captured graph it must cover every replay. None: the rows of q or 128,

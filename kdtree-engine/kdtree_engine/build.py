@@ -10,20 +10,25 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import hashlib
-import json
 import os
 import pathlib
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 
+from kdtree_engine.atomic import write_atomically
 from kdtree_engine.errors import KdError, MissingError
 from kdtree_engine.library import PACKAGED_LIBRARY
-from kdtree_engine.resources import KernelResources, broken_limits, parse_ptxas
+from kdtree_engine.resources import (
+    KernelResources,
+    broken_limits,
+    parse_ptxas,
+    tile_of,
+    with_dynamic_shared,
+)
 
 __all__ = ["ARCHITECTURES", "CSRC", "BuildReport", "CompileError", "build"]
 
@@ -40,6 +45,11 @@ _FLAGS = (
     "-Xptxas=-v,--warning-as-error",
     "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Werror",
 )
+_ONLY_FOR = {"tree_verify_tall_": ("sm_80", "sm_90")}
+"""Sources, by how their name begins, that only some architectures can run: these tiles take more
+shared memory than a block of the others gets."""
+_ARCH_LIST = " ".join((*ARCHITECTURES, *_PTX))
+"""What the library's `build_info` says that it holds."""
 _FIRST_ERROR_LINES = 6
 
 
@@ -109,15 +119,13 @@ def build(
                 future.cancel()
             raise
 
-    kernels = sorted(
-        (kernel for item in made for kernel in parse_ptxas(item.log)),
-        key=lambda kernel: (kernel.kernel, kernel.architecture),
-    )
+    kernels = [kernel for item in made for kernel in parse_ptxas(item.log)]
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=".link-") as folder:
         linked = pathlib.Path(folder) / library.name
         compiler.link([item.path for item in made], linked)
-        kernels = _with_names(kernels, _declared_shared_bytes(linked))
+        kernels = with_dynamic_shared(kernels, compiler.shared_bytes(kernels, headers, objects))
+        kernels = _readable(kernels)
         if faults := broken_limits(kernels):
             raise CompileError(f"{len(faults)} limits broken: " + "; ".join(faults))
         linked.replace(library)
@@ -178,7 +186,7 @@ class _Compiler:
 
     def compile(self, source: pathlib.Path, headers: str, objects: pathlib.Path) -> _Object:
         """The object of `source` and what ptxas said, an earlier build's where nothing changed."""
-        flags = (*_FLAGS, *_architecture_flags())
+        flags = (*_FLAGS, f'-DKD_ARCH_LIST="{_ARCH_LIST}"', *_architecture_flags(source.name))
         key = hashlib.sha256(
             "\0".join((self.version, headers, *flags, *self.includes, source.name)).encode()
             + source.read_bytes()
@@ -200,6 +208,37 @@ class _Compiler:
             fresh.replace(kept)
         return _Object(kept, log.read_text(), reused=False)
 
+    def shared_bytes(
+        self, kernels: Sequence[KernelResources], headers: str, objects: pathlib.Path
+    ) -> dict[str, int]:
+        """Dynamic shared memory of each tile, by `tile_of`: what its configuration declares.
+
+        ptxas cannot know it, as a launch brings it along. So the headers are asked, by a small
+        host program that prints Tile<...>::kSmemBytes of the tiles that were compiled.
+        """
+        tiles = sorted({tile for kernel in kernels if (tile := tile_of(kernel.kernel))})
+        if not tiles:
+            return {}
+        lines = "".join(
+            f'  std::printf("%d\\n", int(kdtree::Tile<__half, {tile}>::kSmemBytes));\n'
+            for tile in tiles
+        )
+        program = f'#include <cstdio>\n#include "tiles.h"\nint main() {{\n{lines}}}\n'
+        key = hashlib.sha256((headers + program).encode()).hexdigest()
+        kept = objects / f"{key}.tiles"
+        if not kept.is_file():
+            with tempfile.TemporaryDirectory(dir=objects, prefix=".tiles-") as folder:
+                source, binary = pathlib.Path(folder) / "tiles.cu", pathlib.Path(folder) / "tiles"
+                source.write_text(program)
+                made = _run(
+                    [self.nvcc, "-std=c++17", *self.includes, str(source), "-o", str(binary)]
+                )
+                answer = made if made.returncode else _run([str(binary)])
+                if answer.returncode:
+                    raise CompileError(f"tiles.h: {_first_lines(answer.stderr + answer.stdout)}")
+                write_atomically(kept, answer.stdout)
+        return dict(zip(tiles, map(int, kept.read_text().split()), strict=True))
+
     def link(self, objects: Sequence[pathlib.Path], library: pathlib.Path) -> None:
         """One shared library, with CUDA's runtime inside and apache-tvm-ffi's beside it."""
         answer = _run(
@@ -220,13 +259,43 @@ class _Compiler:
             )
 
 
-def _architecture_flags() -> tuple[str, ...]:
+def _architecture_flags(source: str) -> list[str]:
+    """Machine code for each architecture that can run the source, and PTX for what comes after."""
     flags = []
-    for architecture in ARCHITECTURES:
+    for architecture in _architectures_of(source):
         virtual = architecture.replace("sm_", "compute_")
         code = f"[{architecture},{virtual}]" if virtual in _PTX else architecture
         flags.append(f"-gencode=arch={virtual},code={code}")
-    return tuple(flags)
+    return flags
+
+
+def _architectures_of(source: str) -> tuple[str, ...]:
+    for begin, architectures in _ONLY_FOR.items():
+        if source.startswith(begin):
+            return architectures
+    return ARCHITECTURES
+
+
+def _readable(kernels: Sequence[KernelResources]) -> list[KernelResources]:
+    """The same kernels under the names that people read, where c++filt is there to give them."""
+    names = [kernel.kernel for kernel in kernels]
+    filter_program = shutil.which("c++filt")
+    if filter_program is not None:
+        answer = _run([filter_program, *names])
+        lines = answer.stdout.splitlines()
+        if answer.returncode == 0 and len(lines) == len(names):
+            # "void kdtree::(anonymous namespace)::merge_kernel<__half>(kdtree::Params)"
+            names = [
+                re.sub(r"\((?!anon).*|^void |kdtree::|\(anonymous namespace\)::", "", line).replace(
+                    " >", ">"
+                )
+                for line in lines
+            ]
+    renamed = [
+        dataclasses.replace(kernel, kernel=name)
+        for kernel, name in zip(kernels, names, strict=True)
+    ]
+    return sorted(renamed, key=lambda kernel: (kernel.kernel, kernel.architecture))
 
 
 def _hash_headers(csrc: pathlib.Path) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 
 from kdtree_engine.errors import ConfigError, MissingError
 
-__all__ = ["LIBRARY_NAME", "PACKAGED_LIBRARY", "Kernels", "kernels", "library_path"]
+__all__ = ["LIBRARY_NAME", "PACKAGED_LIBRARY", "Kernels", "kernels", "library_path", "load"]
 
 LIBRARY_NAME = "libkdtree_engine.so"
 PACKAGED_LIBRARY = pathlib.Path(__file__).parent / "lib" / LIBRARY_NAME
@@ -48,12 +48,15 @@ def library_path() -> pathlib.Path:
 
 @functools.cache
 def kernels() -> Kernels:
-    """The loaded library.
+    """The library of `library_path`, loaded on the first call. Raises what `load` raises."""
+    return load(library_path())
 
-    MissingError: it is not built, or apache-tvm-ffi is absent. A file that is no such library
-    raises ConfigError.
+
+def load(path: pathlib.Path) -> Kernels:
+    """Load a kernel library.
+
+    MissingError: apache-tvm-ffi is absent. ConfigError: the file is no library that it can load.
     """
-    path = library_path()
     try:
         import tvm_ffi
     except ModuleNotFoundError as error:

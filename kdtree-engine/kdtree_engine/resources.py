@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-__all__ = ["SHARED_LIMIT_BYTES", "KernelResources", "broken_limits", "parse_ptxas"]
+__all__ = [
+    "SHARED_LIMIT_BYTES",
+    "KernelResources",
+    "broken_limits",
+    "parse_ptxas",
+    "tile_of",
+    "with_dynamic_shared",
+]
 
 SHARED_LIMIT_BYTES = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_120": 101_376}
 """Shared memory that one block may take, static and dynamic together (CUDA programming guide,
@@ -18,6 +25,8 @@ _ENTRY = re.compile(r"Compiling entry function '([^']+)' for '(sm_\w+)'")
 _PROPERTIES = re.compile(r"Function properties for (\S+)")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
+_TILE = re.compile(r"4TileI\w*?((?:Li\d+E)+)E")
+_INTEGER = re.compile(r"Li(\d+)E")
 _SHARED = re.compile(r"(\d+) bytes smem")
 
 
@@ -41,6 +50,11 @@ class KernelResources:
     @property
     def shared_bytes(self) -> int:
         return self.static_shared_bytes + self.dynamic_shared_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether a block gets so much shared memory: the launcher picks no tile that does not."""
+        return self.shared_bytes <= SHARED_LIMIT_BYTES[self.architecture]
 
 
 def parse_ptxas(text: str) -> list[KernelResources]:
@@ -81,14 +95,48 @@ def parse_ptxas(text: str) -> list[KernelResources]:
     return found
 
 
+def tile_of(kernel: str) -> str | None:
+    """The configuration in a mangled name: "72, 32, 3, 4" of ...TileI6__halfLi72ELi32ELi3ELi4E...
+
+    None for a kernel that has none, which is launched without dynamic shared memory.
+    """
+    tile = _TILE.search(kernel)
+    return ", ".join(_INTEGER.findall(tile[1])) if tile else None
+
+
+def with_dynamic_shared(
+    kernels: Iterable[KernelResources], shared_bytes: Mapping[str, int]
+) -> list[KernelResources]:
+    """The same kernels with what `shared_bytes` declares for their `tile_of`."""
+    return [
+        dataclasses.replace(kernel, dynamic_shared_bytes=shared_bytes[tile])
+        if (tile := tile_of(kernel.kernel))
+        else kernel
+        for kernel in kernels
+    ]
+
+
 def broken_limits(kernels: Iterable[KernelResources]) -> list[str]:
-    """One line for each kernel that takes more than it may; empty where all is well."""
+    """One line for each limit that is broken; empty where all is well.
+
+    A tile that takes more shared memory than a block gets is never picked there, so that is no
+    fault, and neither is its spilling. But it is one that an architecture has no tile to pick.
+    """
     faults: list[str] = []
+    tiles: dict[str, int] = {}
     for kernel in kernels:
-        limit = SHARED_LIMIT_BYTES[kernel.architecture]
-        where = f"{kernel.kernel} on {kernel.architecture}"
-        if kernel.shared_bytes > limit:
-            faults.append(f"{where}: {kernel.shared_bytes} bytes of shared memory, limit {limit}")
-        if kernel.spill_bytes and kernel.architecture in _SPILL_FREE:
-            faults.append(f"{where}: {kernel.spill_bytes} bytes spilled, none allowed")
+        if kernel.dynamic_shared_bytes:
+            tiles.setdefault(kernel.architecture, 0)
+            tiles[kernel.architecture] += kernel.fits
+        elif not kernel.fits:
+            faults.append(
+                f"{kernel.kernel} on {kernel.architecture}: {kernel.shared_bytes} bytes of shared "
+                f"memory, the limit is {SHARED_LIMIT_BYTES[kernel.architecture]}"
+            )
+        if kernel.fits and kernel.spill_bytes and kernel.architecture in _SPILL_FREE:
+            faults.append(
+                f"{kernel.kernel} on {kernel.architecture}: {kernel.spill_bytes} bytes spilled, "
+                "none allowed"
+            )
+    faults += [f"no tile fits {architecture}" for architecture, fit in tiles.items() if not fit]
     return faults

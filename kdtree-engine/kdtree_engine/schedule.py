@@ -33,6 +33,8 @@ DETERMINISTIC_ROWS = 1920
 """The most partial rows of a request in deterministic mode."""
 TALLEST_TILE = 72
 """The most packed rows (nodes times heads) that a thread block attends for at once."""
+_TILES = (16, 24, 32)
+"""Packed rows of the tiles that sm_120 can pick."""
 PARTIAL_ROW_BYTES = 512 * 4 + 8
 """512 float32 of unnormalised output, a float32 maximum and a float32 sum."""
 
@@ -48,7 +50,20 @@ class Grid:
 
     groups: int
     block_tokens: int = 16
-    min_blocks: int = 4
+    min_blocks: int = 2
+
+    @classmethod
+    def of(cls, rows: int, processors: int) -> Grid:
+        """The grid that the launcher takes where a block gets 99 KB of shared memory (sm_120).
+
+        rows: the most packed rows of a request, max_nodes times heads. They are attended for by
+        `lanes` blocks, a tile each, that walk the same run of the line at the same time.
+        """
+        tile = next((tile for tile in _TILES if tile >= rows), None)
+        if tile is None:
+            tile = 24 if rows % 24 == 0 and rows <= 96 else _TILES[-1]
+        lanes = min(-(-rows // tile), processors)
+        return cls(groups=processors // lanes)
 
 
 def splits_of_batch(

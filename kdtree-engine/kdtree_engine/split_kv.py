@@ -2,8 +2,11 @@
 
 It is the kernel's algorithm and not only its formula. The KV tokens of a request, its prefix and
 then its tree nodes, are cut into the splits that `schedule` names; each split gives a partial
-output with its maximum and softmax sum, in float32; a merge weighs the partials together. So what
-can go wrong in the kernel's partition and merge can go wrong, and is tested, here.
+output with its maximum and softmax sum; a merge weighs the partials together. So what can go wrong
+in the kernel's partition and merge can go wrong, and is tested, here.
+
+Sums are float32, as the kernel's, but float64 for float64 inputs: then a single token too many or
+too few shows among 200,000.
 """
 
 from __future__ import annotations
@@ -66,6 +69,7 @@ def split_kv_attention(
         max_nodes,
     )
     heads = q.shape[1]
+    sums = torch.float64 if q.dtype is torch.float64 else torch.float32
     # Rows that no request owns.
     out[qo[-1] :] = 0
     if lse is not None:
@@ -73,7 +77,7 @@ def split_kv_attention(
 
     nodes = [end - begin for begin, end in itertools.pairwise(qo)]
     prefixes = [end - begin for begin, end in itertools.pairwise(kv)]
-    grid = Grid(groups=processors)
+    grid = Grid.of(max_nodes * heads, processors)
     batch_splits = splits_of_batch(prefixes, nodes, heads, grid, deterministic=deterministic)
     for request, splits in enumerate(batch_splits):
         if not splits:
@@ -83,7 +87,7 @@ def split_kv_attention(
         start = mask_starts[request] if mask_starts else 0
         visible = visible_nodes(mask, start, layout, prefixes[request], nodes[request])
         # Rows that share one pass over the KV: every head of every node.
-        packed = q[rows].float().reshape(nodes[request] * heads, -1)
+        packed = q[rows].to(sums).reshape(nodes[request] * heads, -1)
         visible_rows = visible.repeat_interleave(heads, dim=0)
         partials = []
         for first_stage, last_stage in splits:
@@ -91,7 +95,7 @@ def split_kv_attention(
             end = min(last_stage * grid.block_tokens, len(slots))
             seen = _columns(visible_rows, begin - prefixes[request], end - prefixes[request])
             partials.append(
-                partial_attention(packed, pool[slots[begin:end]].float(), seen, sm_scale)
+                partial_attention(packed, pool[slots[begin:end]].to(sums), seen, sm_scale)
             )
         merged, merged_lse = merge_partials(partials)
         out[rows] = merged.view(nodes[request], heads, LATENT_DIM).to(out.dtype)
@@ -101,7 +105,7 @@ def split_kv_attention(
 
 @dataclasses.dataclass(frozen=True)
 class Partial:
-    """What one split leaves for each packed row, float32.
+    """What one split leaves for each packed row, in the dtype of sums.
 
     out: [rows, 512], not divided by the sum. maximum: [rows], the greatest score, -inf where a row
     sees nothing in this split. total: [rows], the sum of exponentials below that maximum.
@@ -115,7 +119,7 @@ class Partial:
 def partial_attention(
     q: torch.Tensor, kv: torch.Tensor, visible: torch.Tensor | None, sm_scale: float
 ) -> Partial:
-    """One split. q: [rows, 576] float32. kv: [tokens, 576] float32, the same rows as K and V.
+    """One split. q: [rows, 576]. kv: [tokens, 576], the same rows as K and V. Both in the dtype of sums.
 
     visible: [rows, tokens] bool, or None where every row sees every token.
     """
@@ -128,7 +132,7 @@ def partial_attention(
 
 
 def merge_partials(partials: Sequence[Partial]) -> tuple[torch.Tensor, torch.Tensor]:
-    """[rows, 512] and the lse [rows], float32, of the splits of one request.
+    """[rows, 512] and the lse [rows] of the splits of one request.
 
     A split in which a row sees nothing does not count for it, whatever it left. A row that sees
     nothing at all gets zeros and an lse of -inf.

@@ -219,17 +219,25 @@ class MakesTheInputsFit:
         return values.zero_().clone()
 
 
-CACHES = [ReturnsItsCache, ReturnsACopyOfItsCache, KeepsOneOutputPerBuffer, SkipsRepeatedShapes]
+Cheat = Callable[[], Callable[..., object]]
+CACHES: list[Cheat] = [
+    ReturnsItsCache,
+    ReturnsACopyOfItsCache,
+    KeepsOneOutputPerBuffer,
+    SkipsRepeatedShapes,
+]
 
 
 @pytest.mark.parametrize("cheat", [*CACHES, MakesTheInputsFit])
-def test_work_that_is_not_done_is_refused(cheat: type[Callable[..., object]]) -> None:
+def test_work_that_is_not_done_is_refused(cheat: Cheat) -> None:
     with pytest.raises(WrongResult, match="wrong when the clock stopped: not the cumulative sum"):
         judged(cheat())
 
 
 @pytest.mark.parametrize("cheat", CACHES)
-def test_work_that_is_not_done_fools_a_stopwatch(cheat: type[Callable[..., object]]) -> None:
+def test_work_that_is_not_done_fools_a_stopwatch(
+    cheat: Cheat,
+) -> None:
     assert stopwatch_us(cheat()) < SLOW_US
 
 
@@ -281,13 +289,13 @@ class TestGpu:
         assert found.median_us > 1
 
     def test_work_on_another_stream_is_missed_by_the_copy(self) -> None:
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
         def elsewhere(values: torch.Tensor) -> torch.Tensor:
             output = torch.empty_like(values)
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                torch.cuda._sleep(20_000_000)
+                torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
                 torch.matmul(values, values, out=output)
             return output
 

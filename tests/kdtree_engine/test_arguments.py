@@ -56,9 +56,9 @@ def test_good_arguments_name_their_layout(changes: dict[str, object], layout: Ma
     [
         ({"q": [1.0]}, TypeError, "q: expected a tensor, got list"),
         (
-            {"q": torch.zeros(6, 8, 576, dtype=torch.float64)},
+            {"q": torch.zeros(6, 8, 576, dtype=torch.int32)},
             TypeError,
-            "q: expected dtype bfloat16 or float16 or float32, got float64",
+            "q: expected dtype bfloat16 or float16 or float32 or float64, got int32",
         ),
         (
             {"q": torch.zeros(6, 8, 192, dtype=torch.bfloat16)},

@@ -173,3 +173,15 @@ def test_compiled_it_gives_the_same_bits() -> None:
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*inputs.tensors()), step(*inputs.tensors()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_in_float64_the_algorithm_is_exact(deterministic: bool) -> None:
+    case = AttentionCase("long", (9, 3), (5000, 700))
+    inputs = inputs_of(case, torch.float64)
+    arguments = {"sm_scale": case.sm_scale}
+    found = tree_verify_attention(*inputs.tensors(), **arguments, deterministic=deterministic)
+    assert isinstance(found, torch.Tensor)
+    wanted = reference.tree_verify_attention(*inputs.tensors(), **arguments)
+    assert isinstance(wanted, torch.Tensor)
+    assert relative_error(found, wanted) < 1e-13

@@ -70,6 +70,13 @@ def test_the_default_schedule_does_depend_on_neighbours() -> None:
     assert alone[0] != beside[0]
 
 
+@pytest.mark.parametrize(
+    ("rows", "groups"), [(1, 188), (8, 188), (32, 188), (72, 62), (96, 47), (128, 47), (16_384, 1)]
+)
+def test_the_grid_shares_the_processors_among_tiles_of_rows(rows: int, groups: int) -> None:
+    assert Grid.of(rows, 188).groups == groups
+
+
 @pytest.mark.parametrize("processors", [108, 132, 188])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_workspace_stays_below_256_megabytes(processors: int, deterministic: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -30,11 +31,7 @@ DEVICES = [
 ]
 
 
-def two_matrices(device: str, side: int = SIDE) -> timing.Tensors:
-    return torch.randn(side, side, device=device), torch.randn(side, side, device=device)
-
-
-def draw(device: str, side: int = SIDE):  # type: ignore[no-untyped-def]
+def draw(device: str, side: int = SIDE) -> Callable[[int], Tensors]:
     def make_inputs(seed: int) -> Tensors:
         generator = torch.Generator(device).manual_seed(seed)
         return tuple(torch.randn(side, side, generator=generator, device=device) for _ in range(2))
@@ -208,19 +205,22 @@ class TestGpu:
         assert (graph.mode, events.mode) == ("graph", "events")
         assert events.median_us == pytest.approx(graph.median_us, rel=0.3)
 
-    def test_a_small_input_is_read_from_memory_and_not_from_the_cache(self) -> None:
-        """8 MiB stay in any L2 between back-to-back calls; flushed, they take a read's time."""
-        side = 1448
-        ceiling = copy_bandwidth("cuda")
-        found = time_operation(
-            draw("cuda", side),
-            lambda left, right: left.max(dim=0).values,
-            device="cuda",
-            check=lambda inputs, outputs: (
-                None if torch.equal(outputs[0], inputs[0].max(dim=0).values) else "not the maximum"
-            ),
-            floor_bytes=4 * side**2,
-            copy_bandwidth=ceiling,
-        )
-        assert found.ceiling_fraction is not None
-        assert found.ceiling_fraction < 1.0
+    def test_the_cache_is_flushed_before_each_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """4 MiB that were just written stay in the L2 cache; flushed, they come from memory."""
+
+        def biggest(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            return left.amax(dim=1)
+
+        def is_biggest(inputs: Tensors, outputs: Tensors) -> str | None:
+            return None if torch.equal(outputs[0], biggest(*inputs)) else "not the maximum"
+
+        def median_us() -> float:
+            draws = draw("cuda", 1024)
+            return time_operation(draws, biggest, device="cuda", check=is_biggest).median_us
+
+        def keep_busy(flush: object) -> None:
+            torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
+
+        cold_us = median_us()
+        monkeypatch.setattr(timing._Flush, "__call__", keep_busy)
+        assert cold_us > 1.1 * median_us()

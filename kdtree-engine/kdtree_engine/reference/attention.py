@@ -21,7 +21,7 @@ def tree_verify_attention(
     kv_pool: torch.Tensor,
     qo_indptr: torch.Tensor,
     kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
+    kv_indices: torch.Tensor | None,
     draft_slots: torch.Tensor,
     mask: torch.Tensor | None = None,
     mask_indptr: torch.Tensor | None = None,
@@ -51,6 +51,7 @@ def tree_verify_attention(
     qo_indptr: int32 or int64 [B+1], from 0: rows of q of each request.
     kv_indptr: int32 or int64 [B+1], from 0: prefix lengths, cumulative.
     kv_indices: int32 or int64 [>= kv_indptr[B]]: pool slots of the prefixes. Requests may share.
+        None: a contiguous view, in which entry i of the prefixes lies in slot i.
     draft_slots: int32 or int64 [num_tokens]: pool slots of the nodes' own rows.
     mask, mask_indptr: who sees whom, in one of three layouts, told apart by dtype and steps as
         `kdtree_engine.reference.masks` says: int64 is packed; bytes are full where every step is
@@ -67,6 +68,8 @@ def tree_verify_attention(
 
     Raises ValueError, naming the argument and what was expected.
     """
+    if kv_indices is None:
+        kv_indices = torch.arange(kv_pool.shape[0], device=kv_pool.device)
     pool = _check_tensors(q, kv_pool, kv_indices, draft_slots, v_head_dim)
     rows_of = _offsets("qo_indptr", qo_indptr, "rows of q", q.shape[0])
     prefix_of = _offsets("kv_indptr", kv_indptr, "kv_indices", kv_indices.numel())

@@ -14,7 +14,7 @@ class SlotAllocator:
 
     Scattered (with a generator), each allocation is a random draw from the free slots, as in a
     pool that has churned for long. Contiguous (without), it is the lowest free run that is long
-    enough.
+    enough, or the lowest free slots where there is none.
     """
 
     def __init__(self, slots: int, generator: torch.Generator | None = None) -> None:
@@ -33,7 +33,7 @@ class SlotAllocator:
             order = torch.randperm(len(free), generator=self._generator)[:count].tolist()
             taken = [free[place] for place in order]
         else:
-            taken = _first_run(free, count)
+            taken = _first_run(free, count) or free[:count]
         if len(taken) < count:
             raise ValueError(f"count: the pool cannot give {count} slots, {len(free)} are free")
         for slot in taken:

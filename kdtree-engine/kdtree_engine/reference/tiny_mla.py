@@ -37,7 +37,7 @@ class Attention(Protocol):
         kv_pool: torch.Tensor,
         qo_indptr: torch.Tensor,
         kv_indptr: torch.Tensor,
-        kv_indices: torch.Tensor,
+        kv_indices: torch.Tensor | None,
         draft_slots: torch.Tensor,
         mask: torch.Tensor | None = ...,
         mask_indptr: torch.Tensor | None = ...,

@@ -1,0 +1,123 @@
+// Picks the tile and the grid of a launch from launch-time constants, and launches.
+//
+//   nvcc -O3 -std=c++17 -c launch.cu
+#include <mutex>
+
+#include "kernels.h"
+#include "tiles.h"
+#include "workspace.h"
+
+namespace kdtree {
+namespace {
+
+constexpr int kMaxDevices = 64;
+
+template <template <class> class C>
+TileKernel entry(const void* bf16, const void* fp16) {
+  using B = C<__nv_bfloat16>;
+  return {B::kRows, B::kBlock, B::kSmemBytes, bf16, fp16};
+}
+
+// Every compiled configuration.
+const TileKernel* tile_table(int& count) {
+  static const TileKernel table[] = {
+      entry<Short16>(tree_verify_short_bf16(16), tree_verify_short_fp16(16)),
+      entry<Short24>(tree_verify_short_bf16(24), tree_verify_short_fp16(24)),
+      entry<Short32>(tree_verify_short_bf16(32), tree_verify_short_fp16(32)),
+      entry<Tall16>(tree_verify_tall_bf16(16), tree_verify_tall_fp16(16)),
+      entry<Tall24>(tree_verify_tall_bf16(24), tree_verify_tall_fp16(24)),
+      entry<Tall40>(tree_verify_tall_bf16(40), tree_verify_tall_fp16(40)),
+      entry<Tall72>(tree_verify_tall_bf16(72), tree_verify_tall_fp16(72)),
+  };
+  count = sizeof(table) / sizeof(table[0]);
+  return table;
+}
+
+const TileKernel* find_tile(int row_tile, int block_tokens, int smem_limit) {
+  int count;
+  const TileKernel* table = tile_table(count);
+  for (int i = 0; i < count; ++i)
+    if (table[i].row_tile == row_tile && table[i].block_tokens == block_tokens && table[i].smem_bytes <= smem_limit)
+      return &table[i];
+  return nullptr;
+}
+
+// The tile for a launch whose requests have up to `rows` packed rows. In deterministic mode the choice
+// may depend on the part only: tiles differ in the order of their sums.
+const TileKernel* choose_tile(const DeviceInfo& device, int rows, bool deterministic) {
+  const int block = device.smem_optin >= 160 * 1024 ? 32 : 16;
+  const Tuning& forced = tuning();
+  if (forced.row_tile)
+    if (const TileKernel* t = find_tile(forced.row_tile, forced.block_tokens ? forced.block_tokens : block,
+                                        device.smem_optin))
+      return t;
+  const int tallest = block == 32 ? (find_tile(72, 32, device.smem_optin) ? 72 : 24) : 32;
+  if (deterministic) return find_tile(24, block, device.smem_optin);
+  const int sizes[] = {16, 24, 32, 40, 72};
+  for (int size : sizes)
+    if (size >= rows && size <= tallest)
+      if (const TileKernel* t = find_tile(size, block, device.smem_optin)) return t;
+  // Several tiles: on the small parts 24 rows fit three heads' worth of nodes without padding.
+  if (block == 16 && rows % 24 == 0 && rows <= 96) return find_tile(24, block, device.smem_optin);
+  return find_tile(tallest, block, device.smem_optin);
+}
+
+}  // namespace
+
+Tuning& tuning() {
+  static Tuning t;
+  return t;
+}
+
+const DeviceInfo& device_info(int device) {
+  static DeviceInfo info[kMaxDevices];
+  static std::once_flag once[kMaxDevices];
+  std::call_once(once[device], [device] {
+    int major = 0, minor = 0;
+    DeviceInfo& d = info[device];
+    cudaDeviceGetAttribute(&d.sm_count, cudaDevAttrMultiProcessorCount, device);
+    cudaDeviceGetAttribute(&d.smem_optin, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    d.cc = major * 10 + minor;
+    int count;
+    const TileKernel* table = tile_table(count);
+    for (int i = 0; i < count; ++i) {
+      if (table[i].smem_bytes > d.smem_optin) continue;
+      cudaFuncSetAttribute(table[i].bf16, cudaFuncAttributeMaxDynamicSharedMemorySize, table[i].smem_bytes);
+      cudaFuncSetAttribute(table[i].fp16, cudaFuncAttributeMaxDynamicSharedMemorySize, table[i].smem_bytes);
+    }
+    cudaGetLastError();
+  });
+  return info[device];
+}
+
+cudaError_t launch_tree_verify(TreeVerifyParams p, void* workspace, cudaStream_t stream) {
+  if (p.num_tokens == 0) return cudaSuccess;
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  if (device >= kMaxDevices) return cudaErrorInvalidDevice;
+  const DeviceInfo& info = device_info(device);
+
+  const TileKernel* tile = choose_tile(info, p.max_nodes * p.heads, p.deterministic != 0);
+  if (tile == nullptr) return cudaErrorInvalidConfiguration;
+  p.row_tile = tile->row_tile;
+  p.block_tokens = tile->block_tokens;
+  p.min_blocks = tuning().min_blocks ? tuning().min_blocks : 2;
+  const int tiles = (p.max_nodes * p.heads + p.row_tile - 1) / p.row_tile;
+  p.lanes = p.deterministic || tiles > info.sm_count ? info.sm_count : tiles;
+  p.groups = info.sm_count / p.lanes;
+
+  const int64_t rows = workspace_rows(p.batch, info.sm_count, p.deterministic != 0);
+  p.partial_out = static_cast<float*>(workspace);
+  p.partial_ms = reinterpret_cast<float2*>(p.partial_out + rows * kVDim);
+
+  void* args[] = {&p};
+  error = cudaLaunchKernel(p.is_bf16 ? tile->bf16 : tile->fp16, dim3(p.groups * p.lanes), dim3(kThreads), args,
+                           tile->smem_bytes, stream);
+  if (error != cudaSuccess) return error;
+  return launch_merge(p, info.sm_count, info.cc >= 90, stream);
+}
+
+}  // namespace kdtree

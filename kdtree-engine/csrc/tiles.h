@@ -1,0 +1,26 @@
+// The tile configurations that are compiled, by name.
+//
+//   short: stages of 16 tokens and at most 101,376 bytes of shared memory, so that sm_89 and sm_120
+//          can pick any of them. Compiled for every architecture.
+//   tall:  stages of 32 tokens, for the parts with 163 KB (sm_80) or 227 KB (sm_90) a block.
+#pragma once
+
+#include "tree_verify.cuh"
+
+namespace kdtree {
+
+//                                     rows block stages warps over rows
+template <class T> using Short16 = Tile<T, 16, 16, 3, 1>;
+template <class T> using Short24 = Tile<T, 24, 16, 3, 1>;
+template <class T> using Short32 = Tile<T, 32, 16, 3, 4>;
+template <class T> using Tall16 = Tile<T, 16, 32, 4, 1>;
+template <class T> using Tall24 = Tile<T, 24, 32, 4, 1>;
+template <class T> using Tall40 = Tile<T, 40, 32, 4, 2>;
+template <class T> using Tall72 = Tile<T, 72, 32, 3, 4>;
+
+constexpr int kSmallSmem = 101376;  // what a block gets on sm_89 and sm_120
+static_assert(Short16<__half>::kSmemBytes <= kSmallSmem, "a short tile must fit sm_120");
+static_assert(Short24<__half>::kSmemBytes <= kSmallSmem, "a short tile must fit sm_120");
+static_assert(Short32<__half>::kSmemBytes <= kSmallSmem, "a short tile must fit sm_120");
+
+}  // namespace kdtree

@@ -1,0 +1,540 @@
+// The tree-verify kernel: one thread block attends with one tile of packed rows to one split of a
+// request's latent rows, each of which is read once from memory and serves as K and as V.
+//
+// Compiled through tree_verify_*.cu, e.g.
+//   nvcc -O3 -std=c++17 -gencode arch=compute_90,code=sm_90 -Xptxas -v -c tree_verify_tall_bf16.cu
+//
+// The shape of it. A stage is kBlock latent rows in shared memory. With tokens and latent columns on
+// the M side of mma.m16n8k16 and packed rows on the N side, whose granularity is 8, 72 rows (8 heads
+// x 9 nodes) need no padding:
+//     S^T[token, row]  = K[token, 576] Q^T          A = the stage,             B = Q
+//     O^T[column, row] = V^T[column, token] P^T     A = the stage, transposed, B = P
+// Each of the 8 warps owns 64 of the 512 latent columns of O in registers for the whole split. For S
+// the warps are a grid of kWarpsN (over rows) x kWarpsK (over the 576 dimensions): a warp that takes a
+// slice of the dimensions reads its part of Q once for all the tokens of the stage, and shared memory
+// bandwidth, the limit here, pays less for the exchange of partial sums than for more reads of Q.
+//
+// One stage, two barriers:
+//     S(i+1) partial sums -> exchange buffer | barrier | sum, mask, maximum, P(i+1) -> shared memory,
+//     and O += V(i) P(i) | barrier ...
+// The softmax of the next stage, a chain of latencies, runs beside the products of this one: of the
+// two warps on a tensor core one starts with the softmax, the other with the products.
+//
+// The softmax reference is lazy: a row's reference maximum moves only when a stage exceeds it by
+// kMaxSlack (in powers of two), so O is rescaled in the first stage and then almost never. The result
+// is the same number: the reference cancels, and 2^kMaxSlack is far from overflow.
+#pragma once
+
+#include <cmath>
+
+#include "params.h"
+#include "ptx.cuh"
+#include "schedule.cuh"
+#include "views.cuh"
+
+namespace kdtree {
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kMaxSlack = 8.0f;
+// A reference for rows that have seen nothing: finite, so that exp2(-inf - reference) is 0, not NaN.
+constexpr float kNothing = -1e30f;
+
+constexpr int round_up(int x, int to) { return (x + to - 1) / to * to; }
+
+template <typename T_, int kRows_, int kBlock_, int kStages_, int kWarpsN_>
+struct Tile {
+  using T = T_;
+  static constexpr int kRows = kRows_;      // packed rows
+  static constexpr int kBlock = kBlock_;    // tokens of a stage
+  static constexpr int kStages = kStages_;  // stages in flight
+  static constexpr int kWarpsN = kWarpsN_;  // warps over rows in S
+  static constexpr int kWarpsK = 8 / kWarpsN_;
+
+  static constexpr int kNTiles = kRows / 8;
+  static constexpr int kMTiles = kBlock / 16;
+  static constexpr int kWarpTiles = (kNTiles + kWarpsN - 1) / kWarpsN;   // n tiles of a warp in S, at most
+  static constexpr int kOwned = (kWarpTiles + kWarpsK - 1) / kWarpsK;    // of which it finishes, at most
+
+  // 16 bytes beyond a multiple of 128 put the rows of an ldmatrix on different banks.
+  static constexpr int kPitch = kRowBytes + 16;
+  static constexpr int kPPitch = (kRows * 2 / 16) % 2 ? kRows * 2 : kRows * 2 + 16;  // bytes of a token's P
+
+  static constexpr int kQ = 0;
+  static constexpr int kKv = kQ + kRows * kPitch;
+  static constexpr int kStageBytes = kBlock * kPitch;
+  static constexpr int kP = kKv + kStages * kStageBytes;
+  static constexpr int kPBytes = kBlock * kPPitch;
+  static constexpr int kExchange = round_up(kP + 2 * kPBytes, 16);  // P of this stage and of the next
+  static constexpr int kExchangeTile = kBlock * 8 * 4;  // one n tile of S, float32
+  static constexpr int kScale = kExchange + (kWarpsK - 1) * kNTiles * kExchangeTile;
+  static constexpr int kRowMax = kScale + kRows * 4;
+  static constexpr int kRowSum = kRowMax + kRows * 4;
+  static constexpr int kMaskBits = round_up(kRowSum + kRows * 4, 16);  // [node of the tile][4 words]
+  static constexpr int kNodeOf = kMaskBits + kRows * 16;               // [row] -> node of the tile
+  static constexpr int kBarriers = round_up(kNodeOf + kRows, 8);
+  static constexpr int kSmemBytes = kBarriers + (kStages + 1) * 8;
+
+  static_assert(kRows % 8 == 0, "packed rows are the N side of mma.m16n8k16: multiples of 8");
+  static_assert(kBlock % 16 == 0 && kBlock <= 32, "a stage is one or two m16 tiles, one copying lane a row");
+  static_assert(kNTiles >= kWarpsN, "every warp column needs at least one n tile");
+  static_assert(kStages >= 2, "a stage is read while the next one is in flight");
+  static_assert(kMaxNodes == 128, "mask bits are four 32-bit words a node");
+  static_assert(kSmemBytes <= 232448, "227 KB is the most a thread block gets on any part");
+};
+
+// Everything a thread block keeps across pieces.
+template <class C>
+struct Pipeline {
+  uint32_t smem;       // shared-window address of the block's memory
+  uint32_t phase = 0;  // bit s: parity that stage s completes next; bit kStages: that of Q
+};
+
+template <class C>
+__device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece& piece, char* smem,
+                                          Pipeline<C>& pipe) {
+  using T = typename C::T;
+  const int tid = threadIdx.x, lane = tid & 31, warp = __shfl_sync(0xffffffffu, tid >> 5, 0);
+  const int rows_total = piece.nodes * p.heads;
+  const int row0 = piece.tile * C::kRows;
+  const int rows = min(C::kRows, rows_total - row0);
+  const int tokens = piece.prefix + piece.nodes;
+  const int first_node = row0 / p.heads;
+  const int n_blocks = piece.end - piece.begin;
+  const int64_t out_row0 = piece.token * p.heads + row0;
+  const KvView kv(p, piece);
+
+  float* scale_sm = reinterpret_cast<float*>(smem + C::kScale);
+  float* max_sm = reinterpret_cast<float*>(smem + C::kRowMax);
+  float* sum_sm = reinterpret_cast<float*>(smem + C::kRowSum);
+  uint32_t* bits_sm = reinterpret_cast<uint32_t*>(smem + C::kMaskBits);
+  uint8_t* node_sm = reinterpret_cast<uint8_t*>(smem + C::kNodeOf);
+
+  // ---- copies -------------------------------------------------------------------------------
+  // Positions past the request's end repeat its last one: P is 0 there, and 0 times a row that the
+  // request attends to anyway cannot make a NaN, as 0 times leftover shared memory could.
+  const auto slot_at = [&](int block, int i) {  // fits int32: 2^31 slots are 2.4 TB
+    return static_cast<int>(kv.slot(min((piece.begin + block) * C::kBlock + i, tokens - 1)));
+  };
+  const char* q_src = static_cast<const char*>(p.q) + out_row0 * kRowBytes;
+
+  constexpr int kWarpRows = C::kBlock / 8;  // every warp copies its share of a stage's rows
+  const auto warp_slot = [&](int block) { return slot_at(block, warp * kWarpRows + (lane & (kWarpRows - 1))); };
+#if KD_BULK_COPY
+  // A row a lane. Issuing a bulk copy takes the warp tens of cycles, so no warp issues many.
+  const auto copy_block = [&](int stage, int slot) {
+    const uint32_t bar = pipe.smem + C::kBarriers + stage * 8;
+    if (tid == 0) mbarrier_arrive_expect(bar, C::kBlock * kRowBytes);
+    if (lane < kWarpRows)
+      bulk_copy(pipe.smem + C::kKv + stage * C::kStageBytes + (warp * kWarpRows + lane) * C::kPitch, kv.row(slot),
+                kRowBytes, bar);
+  };
+#else
+  // 64 of a row's 72 chunks of 16 bytes by the whole warp, the last 8 of its rows together.
+  const auto copy_block = [&](int stage, int slot) {
+    const uint32_t dst = pipe.smem + C::kKv + stage * C::kStageBytes + warp * kWarpRows * C::kPitch;
+#pragma unroll
+    for (int r = 0; r < kWarpRows; ++r) {
+      const char* src = kv.row(__shfl_sync(0xffffffffu, slot, r)) + lane * 16;
+      cp_async_16(dst + r * C::kPitch + lane * 16, src);
+      cp_async_16(dst + r * C::kPitch + lane * 16 + 512, src + 512);
+    }
+    const int r = lane >> 3;
+    const char* src = kv.row(__shfl_sync(0xffffffffu, slot, r & (kWarpRows - 1))) + 1024 + (lane & 7) * 16;
+    if (r < kWarpRows) cp_async_16(dst + r * C::kPitch + 1024 + (lane & 7) * 16, src);
+  };
+#endif
+  int next_slot = 0;
+  __syncthreads();  // the last piece's readers are done
+  {
+    int slots[C::kStages];
+#pragma unroll
+    for (int s = 0; s < C::kStages; ++s) slots[s] = s < n_blocks ? warp_slot(s) : 0;
+#if KD_BULK_COPY
+    fence_async();
+    const uint32_t bar = pipe.smem + C::kBarriers + C::kStages * 8;
+    if (tid == 0) mbarrier_arrive_expect(bar, rows * kRowBytes);
+    if (tid < rows)
+      bulk_copy(pipe.smem + C::kQ + tid * C::kPitch, q_src + static_cast<int64_t>(tid) * kRowBytes, kRowBytes, bar);
+#else
+    for (int c = tid; c < rows * 72; c += kThreads) {
+      const int r = c / 72, at = c % 72 * 16;
+      cp_async_16(pipe.smem + C::kQ + r * C::kPitch + at, q_src + static_cast<int64_t>(r) * kRowBytes + at);
+    }
+#endif
+#pragma unroll
+    for (int s = 0; s < C::kStages; ++s) {
+      if (s < n_blocks) copy_block(s, slots[s]);
+#if !KD_BULK_COPY
+      cp_async_commit();
+#endif
+    }
+    if (C::kStages < n_blocks) next_slot = warp_slot(C::kStages);
+  }
+
+  // Rows of the tile beyond the request's: zeros, so that they stay finite.
+  for (int c = rows * 72 + tid; c < C::kRows * 72; c += kThreads)
+    *reinterpret_cast<uint4*>(smem + C::kQ + c / 72 * C::kPitch + c % 72 * 16) = make_uint4(0, 0, 0, 0);
+
+  // The tree mask of this tile's nodes, as bits. Only a split that reaches the tree needs it.
+  const bool has_draft = piece.end * C::kBlock > piece.prefix;
+  if (has_draft) {
+    for (int r = tid; r < C::kRows; r += kThreads)
+      node_sm[r] = static_cast<uint8_t>(min((row0 + r) / p.heads, piece.nodes - 1) - first_node);
+    const MaskView mask(p, piece.request, piece.prefix, piece.nodes);
+    const int last_node = (row0 + rows - 1) / p.heads;
+    const int words = (piece.nodes + 31) / 32;
+    for (int w = warp; w < (last_node - first_node + 1) * words; w += 8) {
+      const int t = w / words, word = w % words;
+      const unsigned bits = __ballot_sync(0xffffffffu, mask.sees(first_node + t, word * 32 + lane));
+      if (lane == 0) bits_sm[t * 4 + word] = bits;
+    }
+  }
+
+  // ---- the warp's share of S ------------------------------------------------------------------
+  // n tiles [n0, n0 + n_mine) and k16 steps [k0, k1). The warp columns that have one n tile more sit at
+  // the low end for even slices of the dimensions and at the high end for odd ones: the four tensor
+  // cores, each serving warps w and w + 4, then get nearly equal work.
+  const int wn = warp % C::kWarpsN, wk = warp / C::kWarpsN;
+  constexpr int kExtra = C::kNTiles % C::kWarpsN, kFew = C::kNTiles / C::kWarpsN;
+  const int ahead = wk & 1 ? max(0, wn - (C::kWarpsN - kExtra)) : min(wn, kExtra);
+  const bool has_extra = kExtra == 0 || (wk & 1 ? wn >= C::kWarpsN - kExtra : wn < kExtra);
+  const int n0 = wn * kFew + ahead;
+  const int k0 = 36 * wk / C::kWarpsK, k1 = 36 * (wk + 1) / C::kWarpsK;
+  const int n_mine = C::kWarpTiles - (has_extra ? 0 : 1);
+  // Each n tile of S is summed over the slices, masked and exponentiated by one warp, its owner. Of my
+  // n tiles I own number own0, own0 + kWarpsK, ...
+  const int own0 = (wk + C::kWarpsK - n0 % C::kWarpsK) % C::kWarpsK;
+
+  const uint32_t a_lane = (lane & 15) * C::kPitch + (lane >> 4) * 16;
+  const uint32_t b_addr = pipe.smem + C::kQ + (n0 * 8 + (lane & 7) + ((lane >> 4) << 3)) * C::kPitch +
+                          ((lane >> 3) & 1) * 16;
+  const uint32_t b_addr_last = pipe.smem + C::kQ + ((n0 + C::kWarpTiles - 1) * 8 + (lane & 7)) * C::kPitch +
+                               ((lane >> 3) & 1) * 16;
+  const uint32_t v_lane = ((lane & 7) + ((lane >> 4) << 3)) * C::kPitch + warp * 128 + ((lane >> 3) & 1) * 16;
+  const uint32_t p_lane = pipe.smem + C::kP + ((lane & 7) + ((lane >> 3) & 1) * 8) * C::kPPitch + (lane >> 4) * 16;
+
+  float o[4][C::kNTiles][4];
+#pragma unroll
+  for (int m = 0; m < 4; ++m)
+#pragma unroll
+    for (int n = 0; n < C::kNTiles; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[m][n][e] = 0.0f;
+
+  // Of the n tiles that I own: this lane's scores, its two rows' reference maxima, its part of the sums.
+  float own[C::kOwned][C::kMTiles][4];
+  float row_max[C::kOwned][2], row_sum[C::kOwned][2];
+#pragma unroll
+  for (int w = 0; w < C::kOwned; ++w) {
+    row_max[w][0] = row_max[w][1] = kNothing;
+    row_sum[w][0] = row_sum[w][1] = 0.0f;
+  }
+
+  const float scale = p.sm_scale * kLog2e;
+
+  // S^T = K Q^T of one stage, over my dimensions and n tiles; partial sums of n tiles that another warp
+  // finishes go to the exchange buffer. The fragments of a k16 step are loaded during the one before.
+  const auto scores = [&](uint32_t kv_stage) {
+    float s[C::kMTiles][C::kWarpTiles][4];
+#pragma unroll
+    for (int m = 0; m < C::kMTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < C::kWarpTiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[m][n][e] = 0.0f;
+
+    uint32_t a[2][C::kMTiles][4], b[2][C::kWarpTiles][2];
+    const uint32_t a_addr = kv_stage + a_lane + k0 * 32;
+    const auto load = [&](int buffer, int k) {
+#pragma unroll
+      for (int m = 0; m < C::kMTiles; ++m) ldmatrix_x4(a[buffer][m], a_addr + m * 16 * C::kPitch + k * 32);
+#pragma unroll
+      for (int n = 0; n + 1 < C::kWarpTiles; n += 2)
+        ldmatrix_x4(b[buffer][n][0], b[buffer][n][1], b[buffer][n + 1][0], b[buffer][n + 1][1],
+                    b_addr + n * 8 * C::kPitch + k * 32);
+      if constexpr (C::kWarpTiles % 2)
+        if (has_extra)
+          ldmatrix_x2(b[buffer][C::kWarpTiles - 1][0], b[buffer][C::kWarpTiles - 1][1], b_addr_last + k * 32);
+    };
+    const auto multiply = [&](int buffer) {
+#pragma unroll
+      for (int n = 0; n < C::kWarpTiles; ++n)
+        if (n < C::kWarpTiles - 1 || has_extra)
+#pragma unroll
+          for (int m = 0; m < C::kMTiles; ++m)
+            mma_16816<T>(s[m][n], a[buffer][m], b[buffer][n][0], b[buffer][n][1]);
+    };
+    constexpr int kSteps = 36 / C::kWarpsK;
+    load(0, 0);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      if (k + 1 < kSteps) load((k + 1) & 1, k + 1);
+      multiply(k & 1);
+    }
+    if constexpr (36 % C::kWarpsK) {
+      if (k0 + kSteps < k1) {
+        load(0, kSteps);
+        multiply(0);
+      }
+    }
+
+#pragma unroll
+    for (int n = 0; n < C::kWarpTiles; ++n) {
+      if (n % C::kWarpsK == own0) {
+#pragma unroll
+        for (int m = 0; m < C::kMTiles; ++m)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) own[n / C::kWarpsK][m][e] = s[m][n][e];
+      } else if (n < n_mine) {
+        const int owner = (n0 + n) % C::kWarpsK;
+        const int plane = wk - (wk > owner ? 1 : 0);
+        float4* dst =
+            reinterpret_cast<float4*>(smem + C::kExchange + (plane * C::kNTiles + n0 + n) * C::kExchangeTile);
+#pragma unroll
+        for (int m = 0; m < C::kMTiles; ++m)
+          dst[m * 32 + lane] = make_float4(s[m][n][0], s[m][n][1], s[m][n][2], s[m][n][3]);
+      }
+    }
+  };
+
+  // Softmax of the n tiles that I own, of stage i: sum over the slices, scale, mask, maximum, exponentials -> P.
+  // True if a reference maximum moved.
+  const auto softmax = [&](int i) {
+    const int pos0 = (piece.begin + i) * C::kBlock;
+    const bool masked = pos0 + C::kBlock > piece.prefix;
+    bool moved = false;
+#pragma unroll
+    for (int w = 0; w < C::kOwned; ++w) {
+      if (own0 + w * C::kWarpsK >= n_mine) break;
+      const int n = n0 + own0 + w * C::kWarpsK;
+      const int col = n * 8 + (lane & 3) * 2;  // my two rows of the tile: col, col + 1
+      float (&x)[C::kMTiles][4] = own[w];
+#pragma unroll
+      for (int m = 0; m < C::kMTiles; ++m) {
+#pragma unroll
+        for (int plane = 0; plane < C::kWarpsK - 1; ++plane) {
+          const float4 other = reinterpret_cast<const float4*>(
+              smem + C::kExchange + (plane * C::kNTiles + n) * C::kExchangeTile)[m * 32 + lane];
+          x[m][0] += other.x;
+          x[m][1] += other.y;
+          x[m][2] += other.z;
+          x[m][3] += other.w;
+        }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[m][e] *= scale;
+      }
+      if (masked) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const uint32_t* bits = bits_sm + node_sm[col + c] * 4;
+#pragma unroll
+          for (int m = 0; m < C::kMTiles; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              const int j = pos0 + m * 16 + h * 8 + (lane >> 2) - piece.prefix;  // node, or < 0: prefix
+              const bool seen = j < 0 || (j < piece.nodes && ((bits[j >> 5] >> (j & 31)) & 1));
+              if (!seen) x[m][h * 2 + c] = -INFINITY;
+            }
+        }
+      }
+      float factor[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float top = fmaxf(x[0][c], x[0][c + 2]);
+#pragma unroll
+        for (int m = 1; m < C::kMTiles; ++m) top = fmaxf(top, fmaxf(x[m][c], x[m][c + 2]));
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 4));
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 8));
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 16));
+        factor[c] = 1.0f;
+        if (top > row_max[w][c] + kMaxSlack) {
+          factor[c] = exp2_approx(row_max[w][c] - top);
+          row_max[w][c] = top;
+          row_sum[w][c] *= factor[c];
+          moved = true;
+        }
+      }
+      if (lane < 4) *reinterpret_cast<float2*>(scale_sm + col) = make_float2(factor[0], factor[1]);
+      char* p_dst = smem + C::kP + (i & 1) * C::kPBytes + (lane >> 2) * C::kPPitch + col * 2;
+#pragma unroll
+      for (int m = 0; m < C::kMTiles; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float e0 = exp2_approx(x[m][h * 2] - row_max[w][0]);
+          const float e1 = exp2_approx(x[m][h * 2 + 1] - row_max[w][1]);
+          row_sum[w][0] += e0;
+          row_sum[w][1] += e1;
+          *reinterpret_cast<uint32_t*>(p_dst + (m * 16 + h * 8) * C::kPPitch) = pack2<T>(e0, e1);
+        }
+    }
+    return moved;
+  };
+
+  // O^T += V^T P^T of stage i, over my 64 latent columns.
+  const auto accumulate = [&](int i, uint32_t kv_stage) {
+    const uint32_t p_addr = p_lane + (i & 1) * C::kPBytes;
+#pragma unroll
+    for (int k = 0; k < C::kMTiles; ++k) {
+      uint32_t a[4][4];
+#pragma unroll
+      for (int m = 0; m < 4; ++m) ldmatrix_x4_trans(a[m], kv_stage + v_lane + k * 16 * C::kPitch + m * 32);
+#pragma unroll
+      for (int n = 0; n < C::kNTiles; n += 2) {
+        uint32_t b[4];
+        const uint32_t addr = p_addr + k * 16 * C::kPPitch + n * 16;
+        if (n + 1 < C::kNTiles) ldmatrix_x4_trans(b, addr);
+        else ldmatrix_x2_trans(b[0], b[1], addr);
+#pragma unroll
+        for (int m = 0; m < 4; ++m) mma_16816<T>(o[m][n], a[m], b[0], b[1]);
+        if (n + 1 < C::kNTiles)
+#pragma unroll
+          for (int m = 0; m < 4; ++m) mma_16816<T>(o[m][n + 1], a[m], b[2], b[3]);
+      }
+    }
+  };
+
+  // Waits for the stage that block i is in.
+  const auto wait_block = [&](int i, int stage) {
+#if KD_BULK_COPY
+    static_cast<void>(i);
+    mbarrier_wait(pipe.smem + C::kBarriers + stage * 8, (pipe.phase >> stage) & 1);
+    pipe.phase ^= 1u << stage;
+#else
+    // Copies committed but not yet needed: kStages - 1 at the start, one less later, since a stage is
+    // refilled a round after it was last waited for.
+    static_cast<void>(stage);
+    if (i == 0) cp_async_wait<C::kStages - 1>();
+    else cp_async_wait<C::kStages - 2>();
+    __syncthreads();
+#endif
+  };
+
+  __syncthreads();  // mask bits, zero rows
+#if KD_BULK_COPY
+  mbarrier_wait(pipe.smem + C::kBarriers + C::kStages * 8, (pipe.phase >> C::kStages) & 1);
+  pipe.phase ^= 1u << C::kStages;
+#endif
+  int stage = 0;
+  wait_block(0, 0);
+  scores(pipe.smem + C::kKv);
+  __syncthreads();
+  softmax(0);
+  __syncthreads();
+
+#pragma unroll 1
+  for (int i = 0; i + 1 < n_blocks; ++i) {
+    const int next_stage = stage + 1 == C::kStages ? 0 : stage + 1;
+    wait_block(i + 1, next_stage);
+    scores(pipe.smem + C::kKv + next_stage * C::kStageBytes);
+    __syncthreads();  // partial sums are there
+    // Of the two warps that share a tensor core one works on the softmax first, the other on O.
+    bool moved = false;
+#pragma unroll 1
+    for (int turn = 0; turn < 2; ++turn) {
+      if (turn == (warp >> 2)) moved = softmax(i + 1);
+      else accumulate(i, pipe.smem + C::kKv + stage * C::kStageBytes);
+    }
+    const bool rescale = __syncthreads_or(moved);  // P and the factors are there; stage i is free
+
+    const int block = i + C::kStages;
+    if (block < n_blocks) {
+      copy_block(stage, next_slot);
+      if (block + 1 < n_blocks) next_slot = warp_slot(block + 1);
+    }
+#if !KD_BULK_COPY
+    cp_async_commit();
+#endif
+    if (rescale) {
+#pragma unroll
+      for (int n = 0; n < C::kNTiles; ++n) {
+        const float2 f = *reinterpret_cast<const float2*>(scale_sm + n * 8 + (lane & 3) * 2);
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+          o[m][n][0] *= f.x;
+          o[m][n][1] *= f.y;
+          o[m][n][2] *= f.x;
+          o[m][n][3] *= f.y;
+        }
+      }
+    }
+    stage = next_stage;
+  }
+  accumulate(n_blocks - 1, pipe.smem + C::kKv + stage * C::kStageBytes);
+
+  // The next piece starts at stage 0 again; the parities in pipe.phase go on from where they are.
+#if !KD_BULK_COPY
+  cp_async_wait<0>();
+#endif
+
+  // ---- results ---------------------------------------------------------------------------------
+#pragma unroll
+  for (int w = 0; w < C::kOwned; ++w) {
+    if (own0 + w * C::kWarpsK >= n_mine) break;
+    const int row = (n0 + own0 + w * C::kWarpsK) * 8 + lane * 2;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      row_sum[w][c] += __shfl_xor_sync(0xffffffffu, row_sum[w][c], 4);
+      row_sum[w][c] += __shfl_xor_sync(0xffffffffu, row_sum[w][c], 8);
+      row_sum[w][c] += __shfl_xor_sync(0xffffffffu, row_sum[w][c], 16);
+      if (lane < 4) {
+        max_sm[row + c] = row_max[w][c];
+        sum_sm[row + c] = row_sum[w][c];
+      }
+    }
+  }
+  __syncthreads();
+
+  const int column = warp * 64 + (lane >> 2);
+  if (piece.partial_row >= 0) {
+    float* dst = p.partial_out + piece.partial_row * kVDim + column;
+#pragma unroll
+    for (int n = 0; n < C::kNTiles; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int r = n * 8 + (lane & 3) * 2 + c;
+        if (r < rows)
+#pragma unroll
+          for (int m = 0; m < 4; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) dst[r * kVDim + m * 16 + h * 8] = o[m][n][h * 2 + c];
+      }
+    if (tid < rows) p.partial_ms[piece.partial_row + tid] = make_float2(max_sm[tid], sum_sm[tid]);
+  } else {
+    T* dst = static_cast<T*>(p.out) + out_row0 * kVDim + column;
+#pragma unroll
+    for (int n = 0; n < C::kNTiles; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int r = n * 8 + (lane & 3) * 2 + c;
+        const float sum = sum_sm[r];
+        const float inverse = sum > 0.0f ? 1.0f / sum : (sum == 0.0f ? 0.0f : sum);
+        if (r < rows)
+#pragma unroll
+          for (int m = 0; m < 4; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) dst[r * kVDim + m * 16 + h * 8] = from_float<T>(o[m][n][h * 2 + c] * inverse);
+      }
+    if (p.lse != nullptr && tid < rows)
+      p.lse[out_row0 + tid] = sum_sm[tid] == 0.0f ? -INFINITY : (max_sm[tid] + log2f(sum_sm[tid])) / kLog2e;
+  }
+}
+
+template <class C>
+__global__ void __launch_bounds__(kThreads, 1) tree_verify_kernel(const __grid_constant__ TreeVerifyParams p) {
+  extern __shared__ __align__(128) char smem[];
+  Pipeline<C> pipe;
+  pipe.smem = smem_addr(smem);
+  launch_dependents();  // the merge may take its place; it waits for this grid's writes itself
+#if KD_BULK_COPY
+  if (threadIdx.x == 0) {
+    for (int s = 0; s <= C::kStages; ++s) mbarrier_init(pipe.smem + C::kBarriers + s * 8, 1);
+    fence_mbarrier_init();
+  }
+  // Every thread sees the barriers after run_piece's first __syncthreads.
+#endif
+  Schedule schedule(p);
+  Piece piece;
+  while (schedule.next(piece)) run_piece<C>(p, piece, smem, pipe);
+}
+
+}  // namespace kdtree

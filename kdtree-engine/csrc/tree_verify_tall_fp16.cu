@@ -1,0 +1,17 @@
+// Instantiates the tall tiles for fp16.   nvcc -O3 -std=c++17 -c tree_verify_tall_fp16.cu
+#include "kernels.h"
+#include "tiles.h"
+
+namespace kdtree {
+
+const void* tree_verify_tall_fp16(int row_tile) {
+  switch (row_tile) {
+    case 16: return reinterpret_cast<const void*>(&tree_verify_kernel<Tall16<__half>>);
+    case 24: return reinterpret_cast<const void*>(&tree_verify_kernel<Tall24<__half>>);
+    case 40: return reinterpret_cast<const void*>(&tree_verify_kernel<Tall40<__half>>);
+    case 72: return reinterpret_cast<const void*>(&tree_verify_kernel<Tall72<__half>>);
+    default: return nullptr;
+  }
+}
+
+}  // namespace kdtree

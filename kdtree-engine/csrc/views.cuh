@@ -1,0 +1,62 @@
+// How a piece sees memory: where the latent row of position j lies, and which nodes a node sees.
+#pragma once
+
+#include "params.h"
+#include "schedule.cuh"
+
+namespace kdtree {
+
+// Position j of a request is prefix token j, or tree node j - L. The paged and the contiguous
+// ("offline") pool differ only in where a prefix position's slot comes from.
+class KvView {
+ public:
+  __device__ __forceinline__ KvView(const TreeVerifyParams& p, const Piece& piece)
+      : p_(p), token_(piece.token), start_(p.kv_indptr[piece.request]), prefix_(piece.prefix) {}
+
+  __device__ __forceinline__ int64_t slot(int j) const {
+    if (j >= prefix_) return p_.draft_slots[token_ + (j - prefix_)];
+    return p_.kv_indices.data ? p_.kv_indices[start_ + j] : start_ + j;
+  }
+
+  __device__ __forceinline__ const char* row(int64_t slot) const {
+    return static_cast<const char*>(p_.kv_pool) + slot * p_.slot_stride * 2;
+  }
+
+ private:
+  const TreeVerifyParams& p_;
+  int64_t token_, start_;
+  int prefix_;
+};
+
+// One bit of the tree mask, in whichever layout: does node t see node j?
+class MaskView {
+ public:
+  __device__ __forceinline__ MaskView(const TreeVerifyParams& p, int request, int prefix, int nodes)
+      : mask_(p.mask), layout_(p.mask_layout), prefix_(prefix), nodes_(nodes) {
+    base_ = layout_ == MaskLayout::kCausal ? 0 : p.mask_indptr[request];
+  }
+
+  __device__ __forceinline__ bool sees(int t, int j) const {
+    if (t >= nodes_ || j >= nodes_) return false;
+    switch (layout_) {
+      case MaskLayout::kFull:
+        return bytes()[base_ + static_cast<int64_t>(t) * (prefix_ + nodes_) + prefix_ + j] != 0;
+      case MaskLayout::kDraft:
+        return bytes()[base_ + t * nodes_ + j] != 0;
+      case MaskLayout::kPacked:
+        return (static_cast<const uint64_t*>(mask_)[base_ + t * ((nodes_ + 63) / 64) + (j >> 6)] >> (j & 63)) & 1;
+      default:
+        return j <= t;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ const uint8_t* bytes() const { return static_cast<const uint8_t*>(mask_); }
+
+  const void* mask_;
+  MaskLayout layout_;
+  int64_t base_;
+  int prefix_, nodes_;
+};
+
+}  // namespace kdtree
