@@ -581,9 +581,10 @@ def _machine_of(host_name: str) -> Machine:
     from remote.facts import read_facts
     from remote.transport import connect
 
-    transport = connect(_host(host_name))
+    host = _host(host_name)
+    transport = connect(host)
     try:
-        return read_facts(transport, sys.executable)
+        return read_facts(transport, host.python or sys.executable)
     finally:
         transport.close()
 

@@ -28,6 +28,7 @@ from phases.attention_cases import (
     standard_cases,
 )
 from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
+from phases.threads import single_threaded
 
 __all__ = [
     "attention_equals_paths",
@@ -39,6 +40,7 @@ __all__ = [
 _CPU = torch.device("cpu")
 
 
+@single_threaded
 def attention_matches_oracle(
     candidate: Attention,
     ctx: Context,
@@ -134,6 +136,7 @@ def path_cases(heads: int = 3, latent: int = 64, rope: int = 16) -> list[Attenti
     ]
 
 
+@single_threaded
 def attention_equals_paths(
     candidate: Attention,
     ctx: Context,
@@ -170,6 +173,7 @@ def attention_equals_paths(
     ]
 
 
+@single_threaded
 def attention_is_deterministic(
     candidate: Attention,
     ctx: Context,

@@ -20,6 +20,7 @@ from kdtree_engine.reference.speculative import (
 )
 from kdtree_engine.reference.tiny_mla import Attention, TinyMLA, TinyMLAConfig
 from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
+from phases.threads import single_threaded
 
 __all__ = ["BATCHES", "BUDGETS", "speculation_equals_plain", "tokens_equal_oracle"]
 
@@ -32,6 +33,7 @@ _SAME_LOGITS = 1e-9
 """Float64 logits of two right forms differ by some 1e-13, of a wrong one by 1e-3 and more."""
 
 
+@single_threaded
 def speculation_equals_plain(
     ctx: Context,
     *,
@@ -84,6 +86,7 @@ def speculation_equals_plain(
     ]
 
 
+@single_threaded
 def tokens_equal_oracle(
     candidate: Attention,
     ctx: Context,
@@ -230,7 +233,7 @@ def _settings(budgets: Sequence[int], batches: Sequence[int]) -> Iterator[_Setti
     layouts = itertools.cycle([*MaskLayout, *reversed(MaskLayout), MaskLayout.PACKED])
     shared = itertools.cycle((0, 20, 7, 0, 3))
     scattered = itertools.cycle((True, True, False))
-    noises = itertools.cycle((1.0, 2.0, 1.5, 1.0, 3.0))
+    noises = itertools.cycle((0.5, 1.5, 0.8, 0.3, 2.5))
     for budget, batch in itertools.product(budgets, batches):
         yield _Setting(budget, batch, next(layouts), next(shared), next(scattered), next(noises))
 

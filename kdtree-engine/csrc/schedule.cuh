@@ -16,6 +16,7 @@
 namespace kdtree {
 
 constexpr int kPieceCost = 2;            // what starting a request costs, in stages
+constexpr int kDeterministicSplits = 128;
 constexpr int kDeterministicBlocks = 8;  // least stages of a split in deterministic mode
 
 struct Piece {
@@ -45,7 +46,7 @@ __device__ __forceinline__ Request request_of(const TreeVerifyParams& p, int b) 
   r.blocks = (r.prefix + r.nodes + p.block_tokens - 1) / p.block_tokens;
   if (p.deterministic) {
     const int rows = r.nodes * p.heads;
-    const int most = max(1, kDeterministicRows / rows);
+    const int most = min(max(1, kDeterministicRows / rows), kDeterministicSplits);
     const int wanted = min(most, max(1, r.blocks / kDeterministicBlocks));
     r.split_blocks = (r.blocks + wanted - 1) / wanted;
     r.splits = (r.blocks + r.split_blocks - 1) / r.split_blocks;

@@ -15,10 +15,8 @@
 // bandwidth, the limit here, pays less for the exchange of partial sums than for more reads of Q.
 //
 // One stage, two barriers:
-//     S(i+1) partial sums -> exchange buffer | barrier | sum, mask, maximum, P(i+1) -> shared memory,
-//     and O += V(i) P(i) | barrier ...
-// The softmax of the next stage, a chain of latencies, runs beside the products of this one: of the
-// two warps on a tensor core one starts with the softmax, the other with the products.
+//     O += V(i) P(i) and S(i+1) partial sums -> exchange buffer | barrier |
+//     sum, mask, maximum, P(i+1) -> shared memory | barrier ...
 //
 // The softmax reference is lazy: a row's reference maximum moves only when a stage exceeds it by
 // kMaxSlack (in powers of two), so O is rescaled in the first stage and then almost never. The result
@@ -63,8 +61,7 @@ struct Tile {
   static constexpr int kKv = kQ + kRows * kPitch;
   static constexpr int kStageBytes = kBlock * kPitch;
   static constexpr int kP = kKv + kStages * kStageBytes;
-  static constexpr int kPBytes = kBlock * kPPitch;
-  static constexpr int kExchange = round_up(kP + 2 * kPBytes, 16);  // P of this stage and of the next
+  static constexpr int kExchange = round_up(kP + kBlock * kPPitch, 16);
   static constexpr int kExchangeTile = kBlock * 8 * 4;  // one n tile of S, float32
   static constexpr int kScale = kExchange + (kWarpsK - 1) * kNTiles * kExchangeTile;
   static constexpr int kRowMax = kScale + kRows * 4;
@@ -72,12 +69,14 @@ struct Tile {
   static constexpr int kMaskBits = round_up(kRowSum + kRows * 4, 16);  // [node of the tile][4 words]
   static constexpr int kNodeOf = kMaskBits + kRows * 16;               // [row] -> node of the tile
   static constexpr int kBarriers = round_up(kNodeOf + kRows, 8);
+  static constexpr int kOutPitch = kVDim * 4 + 16;  // O on its way out takes the place of Q and the stages
   static constexpr int kSmemBytes = kBarriers + (kStages + 1) * 8;
 
   static_assert(kRows % 8 == 0, "packed rows are the N side of mma.m16n8k16: multiples of 8");
   static_assert(kBlock % 16 == 0 && kBlock <= 32, "a stage is one or two m16 tiles, one copying lane a row");
   static_assert(kNTiles >= kWarpsN, "every warp column needs at least one n tile");
   static_assert(kStages >= 2, "a stage is read while the next one is in flight");
+  static_assert(kRows * kOutPitch <= kP, "O must fit where Q and the stages were");
   static_assert(kMaxNodes == 128, "mask bits are four 32-bit words a node");
   static_assert(kSmemBytes <= 232448, "227 KB is the most a thread block gets on any part");
 };
@@ -120,13 +119,19 @@ __device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece
   constexpr int kWarpRows = C::kBlock / 8;  // every warp copies its share of a stage's rows
   const auto warp_slot = [&](int block) { return slot_at(block, warp * kWarpRows + (lane & (kWarpRows - 1))); };
 #if KD_BULK_COPY
-  // A row a lane. Issuing a bulk copy takes the warp tens of cycles, so no warp issues many.
+  // One lane issues them, straight-line and with addresses that the compiler knows to be the same in
+  // the whole warp: a copy a lane becomes a loop that waits about a hundred cycles a turn.
+  const bool leader = lane == 0;
   const auto copy_block = [&](int stage, int slot) {
     const uint32_t bar = pipe.smem + C::kBarriers + stage * 8;
     if (tid == 0) mbarrier_arrive_expect(bar, C::kBlock * kRowBytes);
-    if (lane < kWarpRows)
-      bulk_copy(pipe.smem + C::kKv + stage * C::kStageBytes + (warp * kWarpRows + lane) * C::kPitch, kv.row(slot),
-                kRowBytes, bar);
+#pragma unroll
+    for (int r = 0; r < kWarpRows; ++r) {
+      const int row_slot = __shfl_sync(0xffffffffu, slot, r);
+      if (leader)
+        bulk_copy(pipe.smem + C::kKv + stage * C::kStageBytes + (warp * kWarpRows + r) * C::kPitch, kv.row(row_slot),
+                  kRowBytes, bar);
+    }
   };
 #else
   // 64 of a row's 72 chunks of 16 bytes by the whole warp, the last 8 of its rows together.
@@ -153,8 +158,11 @@ __device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece
     fence_async();
     const uint32_t bar = pipe.smem + C::kBarriers + C::kStages * 8;
     if (tid == 0) mbarrier_arrive_expect(bar, rows * kRowBytes);
-    if (tid < rows)
-      bulk_copy(pipe.smem + C::kQ + tid * C::kPitch, q_src + static_cast<int64_t>(tid) * kRowBytes, kRowBytes, bar);
+#pragma unroll
+    for (int r = 0; r < C::kRows / 8; ++r) {
+      const int row = warp * (C::kRows / 8) + r;
+      if (leader && row < rows) bulk_copy(pipe.smem + C::kQ + row * C::kPitch, q_src + row * kRowBytes, kRowBytes, bar);
+    }
 #else
     for (int c = tid; c < rows * 72; c += kThreads) {
       const int r = c / 72, at = c % 72 * 16;
@@ -207,9 +215,9 @@ __device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece
 
   const uint32_t a_lane = (lane & 15) * C::kPitch + (lane >> 4) * 16;
   const uint32_t b_addr = pipe.smem + C::kQ + (n0 * 8 + (lane & 7) + ((lane >> 4) << 3)) * C::kPitch +
-                          ((lane >> 3) & 1) * 16;
+                          ((lane >> 3) & 1) * 16 + k0 * 32;
   const uint32_t b_addr_last = pipe.smem + C::kQ + ((n0 + C::kWarpTiles - 1) * 8 + (lane & 7)) * C::kPitch +
-                               ((lane >> 3) & 1) * 16;
+                               ((lane >> 3) & 1) * 16 + k0 * 32;
   const uint32_t v_lane = ((lane & 7) + ((lane >> 4) << 3)) * C::kPitch + warp * 128 + ((lane >> 3) & 1) * 16;
   const uint32_t p_lane = pipe.smem + C::kP + ((lane & 7) + ((lane >> 3) & 1) * 8) * C::kPPitch + (lane >> 4) * 16;
 
@@ -355,7 +363,7 @@ __device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece
         }
       }
       if (lane < 4) *reinterpret_cast<float2*>(scale_sm + col) = make_float2(factor[0], factor[1]);
-      char* p_dst = smem + C::kP + (i & 1) * C::kPBytes + (lane >> 2) * C::kPPitch + col * 2;
+      char* p_dst = smem + C::kP + (lane >> 2) * C::kPPitch + col * 2;
 #pragma unroll
       for (int m = 0; m < C::kMTiles; ++m)
 #pragma unroll
@@ -371,8 +379,7 @@ __device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece
   };
 
   // O^T += V^T P^T of stage i, over my 64 latent columns.
-  const auto accumulate = [&](int i, uint32_t kv_stage) {
-    const uint32_t p_addr = p_lane + (i & 1) * C::kPBytes;
+  const auto accumulate = [&](uint32_t kv_stage) {
 #pragma unroll
     for (int k = 0; k < C::kMTiles; ++k) {
       uint32_t a[4][4];
@@ -381,7 +388,7 @@ __device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece
 #pragma unroll
       for (int n = 0; n < C::kNTiles; n += 2) {
         uint32_t b[4];
-        const uint32_t addr = p_addr + k * 16 * C::kPPitch + n * 16;
+        const uint32_t addr = p_lane + k * 16 * C::kPPitch + n * 16;
         if (n + 1 < C::kNTiles) ldmatrix_x4_trans(b, addr);
         else ldmatrix_x2_trans(b[0], b[1], addr);
 #pragma unroll
@@ -414,37 +421,40 @@ __device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece
   mbarrier_wait(pipe.smem + C::kBarriers + C::kStages * 8, (pipe.phase >> C::kStages) & 1);
   pipe.phase ^= 1u << C::kStages;
 #endif
-  int stage = 0;
-  wait_block(0, 0);
-  scores(pipe.smem + C::kKv);
-  __syncthreads();
-  softmax(0);
-  __syncthreads();
-
+  int stage = C::kStages - 1, next_stage = 0;
 #pragma unroll 1
-  for (int i = 0; i + 1 < n_blocks; ++i) {
-    const int next_stage = stage + 1 == C::kStages ? 0 : stage + 1;
-    wait_block(i + 1, next_stage);
-    scores(pipe.smem + C::kKv + next_stage * C::kStageBytes);
-    __syncthreads();  // partial sums are there
-    // Of the two warps that share a tensor core one works on the softmax first, the other on O.
-    bool moved = false;
+  for (int i = -1; i < n_blocks; ++i) {
+    // O += V(i) P(i) is bound by the tensor cores, S(i + 1) by shared memory: of the two warps that
+    // share a tensor core one does the first first, the other the second.
+    const bool more = i + 1 < n_blocks;
+#if !KD_BULK_COPY
+    if (more) wait_block(i + 1, next_stage);
+#endif
 #pragma unroll 1
     for (int turn = 0; turn < 2; ++turn) {
-      if (turn == (warp >> 2)) moved = softmax(i + 1);
-      else accumulate(i, pipe.smem + C::kKv + stage * C::kStageBytes);
-    }
-    const bool rescale = __syncthreads_or(moved);  // P and the factors are there; stage i is free
-
-    const int block = i + C::kStages;
-    if (block < n_blocks) {
-      copy_block(stage, next_slot);
-      if (block + 1 < n_blocks) next_slot = warp_slot(block + 1);
-    }
-#if !KD_BULK_COPY
-    cp_async_commit();
+      if (turn == (warp >> 2)) {
+        if (i >= 0) accumulate(pipe.smem + C::kKv + stage * C::kStageBytes);
+      } else if (more) {
+#if KD_BULK_COPY
+        wait_block(i + 1, next_stage);
 #endif
-    if (rescale) {
+        scores(pipe.smem + C::kKv + next_stage * C::kStageBytes);
+      }
+    }
+    if (!more) break;
+    __syncthreads();  // partial sums are there; P and stage i are free
+    const bool moved = softmax(i + 1);
+    if (i >= 0) {
+      const int block = i + C::kStages;
+      if (block < n_blocks) {
+        copy_block(stage, next_slot);
+        if (block + 1 < n_blocks) next_slot = warp_slot(block + 1);
+      }
+#if !KD_BULK_COPY
+      cp_async_commit();
+#endif
+    }
+    if (__syncthreads_or(moved)) {  // P and the factors are there
 #pragma unroll
       for (int n = 0; n < C::kNTiles; ++n) {
         const float2 f = *reinterpret_cast<const float2*>(scale_sm + n * 8 + (lane & 3) * 2);
@@ -458,9 +468,8 @@ __device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece
       }
     }
     stage = next_stage;
+    next_stage = stage + 1 == C::kStages ? 0 : stage + 1;
   }
-  accumulate(n_blocks - 1, pipe.smem + C::kKv + stage * C::kStageBytes);
-
   // The next piece starts at stage 0 again; the parities in pipe.phase go on from where they are.
 #if !KD_BULK_COPY
   cp_async_wait<0>();
@@ -484,36 +493,42 @@ __device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece
   }
   __syncthreads();
 
-  const int column = warp * 64 + (lane >> 2);
-  if (piece.partial_row >= 0) {
-    float* dst = p.partial_out + piece.partial_row * kVDim + column;
+  // O goes out through shared memory, row by row, in whole lines.
+  {
+    float* o_sm = reinterpret_cast<float*>(smem) + warp * 64 + (lane >> 2);
 #pragma unroll
     for (int n = 0; n < C::kNTiles; ++n)
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int r = n * 8 + (lane & 3) * 2 + c;
-        if (r < rows)
+      for (int c = 0; c < 2; ++c)
 #pragma unroll
-          for (int m = 0; m < 4; ++m)
+        for (int m = 0; m < 4; ++m)
 #pragma unroll
-            for (int h = 0; h < 2; ++h) dst[r * kVDim + m * 16 + h * 8] = o[m][n][h * 2 + c];
-      }
+          for (int h = 0; h < 2; ++h)
+            o_sm[(n * 8 + (lane & 3) * 2 + c) * (C::kOutPitch / 4) + m * 16 + h * 8] = o[m][n][h * 2 + c];
+  }
+  __syncthreads();
+  if (piece.partial_row >= 0) {
+    float* dst = p.partial_out + piece.partial_row * kVDim;
+#pragma unroll 4
+    for (int c = tid; c < rows * (kVDim / 4); c += kThreads) {
+      const int r = c / (kVDim / 4), at = c % (kVDim / 4) * 4;
+      *reinterpret_cast<float4*>(dst + r * kVDim + at) =
+          *reinterpret_cast<const float4*>(smem + r * C::kOutPitch + at * 4);
+    }
     if (tid < rows) p.partial_ms[piece.partial_row + tid] = make_float2(max_sm[tid], sum_sm[tid]);
   } else {
-    T* dst = static_cast<T*>(p.out) + out_row0 * kVDim + column;
-#pragma unroll
-    for (int n = 0; n < C::kNTiles; ++n)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int r = n * 8 + (lane & 3) * 2 + c;
-        const float sum = sum_sm[r];
-        const float inverse = sum > 0.0f ? 1.0f / sum : (sum == 0.0f ? 0.0f : sum);
-        if (r < rows)
-#pragma unroll
-          for (int m = 0; m < 4; ++m)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) dst[r * kVDim + m * 16 + h * 8] = from_float<T>(o[m][n][h * 2 + c] * inverse);
-      }
+    T* dst = static_cast<T*>(p.out) + out_row0 * kVDim;
+#pragma unroll 2
+    for (int c = tid; c < rows * (kVDim / 8); c += kThreads) {
+      const int r = c / (kVDim / 8), at = c % (kVDim / 8) * 8;
+      const float sum = sum_sm[r];
+      const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+      const float4 lo = *reinterpret_cast<const float4*>(smem + r * C::kOutPitch + at * 4);
+      const float4 hi = *reinterpret_cast<const float4*>(smem + r * C::kOutPitch + at * 4 + 16);
+      *reinterpret_cast<uint4*>(dst + r * kVDim + at) =
+          make_uint4(pack2<T>(lo.x * inverse, lo.y * inverse), pack2<T>(lo.z * inverse, lo.w * inverse),
+                     pack2<T>(hi.x * inverse, hi.y * inverse), pack2<T>(hi.z * inverse, hi.w * inverse));
+    }
     if (p.lse != nullptr && tid < rows)
       p.lse[out_row0 + tid] = sum_sm[tid] == 0.0f ? -INFINITY : (max_sm[tid] + log2f(sum_sm[tid])) / kLog2e;
   }

@@ -193,8 +193,9 @@ def _check_mask(
         least = least_mask_elements(num_tokens, offsets - 1, packed=packed)
         if mask.shape[0] < least:
             raise ValueError(
-                f"mask: expected at least {least} {'words' if packed else 'bytes'} for {num_tokens} "
-                f"rows of q in {offsets - 1} requests, got {mask.shape[0]}: it is too short"
+                f"mask: expected at least {least} {'words' if packed else 'bytes'} for "
+                f"{num_tokens} rows of q in {offsets - 1} requests, got {mask.shape[0]}: it is "
+                "too short"
             )
     return layout
 

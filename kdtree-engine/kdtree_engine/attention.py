@@ -33,8 +33,10 @@ _SCHEMA = (
     "Tensor? kv_indices, Tensor draft_slots, Tensor? mask, Tensor? mask_indptr, int mask_layout, "
     "float sm_scale, SymInt max_nodes, bool deterministic, Tensor(a!) out, Tensor(b!)? lse) -> ()"
 )
-_LIBRARY = torch.library.Library("kdtree_engine", "DEF")
-_LIBRARY.define(_SCHEMA, tags=(torch.Tag.needs_exact_strides,))
+_LIBRARY = torch.library.Library("kdtree_engine", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    _SCHEMA, tags=(torch.Tag.needs_exact_strides,)
+)
 
 
 def tree_verify_attention(
@@ -237,6 +239,6 @@ def _processors(device_index: int) -> int:
     return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
 
 
-_LIBRARY.impl("tree_verify_attention", _cuda, "CUDA")
-_LIBRARY.impl("tree_verify_attention", _cpu, "CPU")
+_LIBRARY.impl("tree_verify_attention", _cuda, "CUDA")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("tree_verify_attention", _cpu, "CPU")  # type: ignore[no-untyped-call]
 torch.library.register_fake("kdtree_engine::tree_verify_attention", _meta, lib=_LIBRARY)

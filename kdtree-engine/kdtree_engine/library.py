@@ -55,6 +55,8 @@ def kernels() -> Kernels:
 def load(path: pathlib.Path) -> Kernels:
     """Load a kernel library.
 
+    A process that has loaded a path keeps that file, even where the path has been built anew.
+
     MissingError: apache-tvm-ffi is absent. ConfigError: the file is no library that it can load.
     """
     try:

@@ -119,8 +119,9 @@ class Partial:
 def partial_attention(
     q: torch.Tensor, kv: torch.Tensor, visible: torch.Tensor | None, sm_scale: float
 ) -> Partial:
-    """One split. q: [rows, 576]. kv: [tokens, 576], the same rows as K and V. Both in the dtype of sums.
+    """One split of a request: what its packed rows make of a run of its tokens.
 
+    q: [rows, 576]. kv: [tokens, 576], K and V at once. Both in the dtype of sums.
     visible: [rows, tokens] bool, or None where every row sees every token.
     """
     scores = (q @ kv.T) * sm_scale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ import torch
 from kdtree_engine.attention import tree_verify_attention
 from kdtree_engine.library import kernels
 from kdtree_engine.reference.masks import mask_layout
-from kdtree_engine.reference.tiny_mla import Attention
 
 __all__ = [
     "naive_kernel",
@@ -61,7 +61,7 @@ def _naive(
     return out if lse is None else (out, lse)
 
 
-def with_stale_buffers(candidate: Attention) -> Attention:
+def with_stale_buffers(candidate: Callable[..., Any]) -> Callable[..., Any]:
     """The candidate with index and mask buffers that go on, as a server's static ones do.
 
     What follows is what an earlier, larger batch may have left: slots outside the pool and masks
@@ -74,14 +74,14 @@ def with_stale_buffers(candidate: Attention) -> Attention:
             kv_indices = torch.cat((kv_indices, kv_indices.new_full((4096,), 2**31 - 1)))
         if mask is not None:
             mask = torch.cat((mask, mask.new_zeros(4096)))
-        return candidate(  # type: ignore[misc]
+        return candidate(
             q, pool, qo_indptr, kv_indptr, kv_indices, draft_slots, mask, starts, **options
         )
 
     return call
 
 
-def with_poisoned_memory(candidate: Attention) -> Attention:
+def with_poisoned_memory(candidate: Callable[..., Any]) -> Callable[..., Any]:
     """The candidate on a GPU whose free memory, as torch hands it out, is full of NaN.
 
     So a partial result that is read before it is written, as an empty split's, shows.
@@ -92,7 +92,7 @@ def with_poisoned_memory(candidate: Attention) -> Attention:
         assert q is not None
         poison = torch.full((_POISON_BYTES // 4,), torch.nan, device=q.device)
         del poison  # back to the allocator, which gives this very block to the workspace
-        return candidate(*tensors, **options)  # type: ignore[misc]
+        return candidate(*tensors, **options)
 
     return call
 

@@ -89,7 +89,7 @@ def problem_with(
     inputs: Tensors, out: torch.Tensor, sm_scale: float, tolerance_factor: float = 2.0
 ) -> str | None:
     """What is wrong with an output, by the oracle; None where it is as good as rounding allows."""
-    exact = reference.tree_verify_attention(*inputs, sm_scale=sm_scale)  # type: ignore[arg-type]
+    exact = reference.tree_verify_attention(*inputs, sm_scale=sm_scale)
     assert isinstance(exact, torch.Tensor)
     rounded = exact.to(out.dtype).double()
     least = 0.2 * torch.finfo(out.dtype).eps
@@ -121,7 +121,7 @@ def time_regime(
 
     def call(*tensors: torch.Tensor) -> torch.Tensor:
         used = prepare(tensors) if prepare else tensors
-        answer = candidate(*used, sm_scale=regime.sm_scale, max_nodes=regime.nodes)  # type: ignore[arg-type]
+        answer = candidate(*used, sm_scale=regime.sm_scale, max_nodes=regime.nodes)
         assert isinstance(answer, torch.Tensor)
         return answer
 

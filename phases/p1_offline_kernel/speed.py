@@ -68,4 +68,4 @@ def kernel_speed(
 
 def _contiguous_view(tensors: Tensors) -> Tensors:
     """The same call without kv_indices: what `draw` gives where nothing is scattered."""
-    return (*tensors[:4], None, *tensors[5:])  # type: ignore[return-value]
+    return (*tensors[:4], None, *tensors[5:])  # type: ignore[arg-type]

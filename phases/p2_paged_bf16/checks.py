@@ -63,6 +63,7 @@ def paged_traps(
     *,
     device: torch.device = _CUDA,
     candidate: Attention = operation,
+    cases: Sequence[AttentionCase] | None = None,
     counts: Sequence[tuple[int, int, int]] = ((480, 64, 128), (1025, 128, 8)),
 ) -> list[Figure]:
     """Slots and token counts beyond int32 arithmetic, stale buffers, poisoned memory.
@@ -73,23 +74,14 @@ def paged_traps(
     if device.type == "cuda":
         candidate = with_poisoned_memory(candidate)
     candidate = with_stale_buffers(candidate)
-    shared = [
-        AttentionCase(
-            f"shared prefix, {layout.value} mask",
-            (9, 17, 3),
-            (900, 700, 650),
-            shared_prefix=640,
-            layout=layout,
-        )
-        for layout in MaskLayout
-    ]
+    cases = [*trap_cases(), *_shared_prefixes(), huge_slot_case()] if cases is None else cases
     return merged(
         attention_matches_oracle(
             candidate,
             ctx,
             dtype=torch.bfloat16,
             device=device,
-            cases=[*trap_cases(), *shared, huge_slot_case()],
+            cases=cases,
         ),
         *(
             many_tokens(ctx, candidate, device=device, requests=requests, nodes=nodes, heads=heads)
@@ -119,7 +111,7 @@ def many_tokens(
     pool = torch.randn(slots, 576, generator=generator, device=device, dtype=torch.bfloat16)
     order = torch.randperm(slots, generator=generator, device=device)
     steps = torch.arange(requests + 1, device=device, dtype=torch.int32)
-    inputs = (q, pool, steps * nodes, steps * prefix, order[rows:], order[:rows])
+    inputs = (q, pool, steps * nodes, steps * prefix, order[rows:], order[:rows], None, None)
     scale = 192**-0.5
     found = candidate(*inputs, sm_scale=scale, max_nodes=nodes)
     for begin in (0, requests - 2):
@@ -137,7 +129,7 @@ def many_tokens(
             raise GateFailure(
                 FailureKind.NUMERICAL, f"{rows} tokens, requests {begin} and {begin + 1}: {problem}"
             )
-    return [Figure("most tokens in a call", rows, Unit.RATIO)]
+    return [Figure(f"tokens in a call, {heads} heads", rows, Unit.TOKENS)]
 
 
 def workspace_bound(ctx: Context, *, device: torch.device | None = None) -> list[Figure]:
@@ -201,6 +193,19 @@ def tinymla_tokens(
             for one in devices
         )
     )
+
+
+def _shared_prefixes() -> list[AttentionCase]:
+    return [
+        AttentionCase(
+            f"shared prefix, {layout.value} mask",
+            (9, 17, 3),
+            (900, 700, 650),
+            shared_prefix=640,
+            layout=layout,
+        )
+        for layout in MaskLayout
+    ]
 
 
 def _taken_by_a_call(device: torch.device) -> int:

@@ -47,7 +47,7 @@ def test_it_agrees_with_the_oracle(
     wanted, wanted_lse = reference.tree_verify_attention(*inputs.tensors(), **arguments)
     assert found.dtype is dtype
     assert lse.dtype is torch.float32
-    # Twice what the exact result loses when it is rounded to the output's dtype; float32 accumulation.
+    # Twice what the exact result loses when it is rounded to the output's dtype.
     rounding = relative_error(wanted.to(dtype), wanted)
     limit = 1e-6 if dtype is torch.float32 else 2 * rounding
     assert relative_error(found, wanted) <= limit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def test_any_cut_merges_to_the_whole(cuts: list[int]) -> None:
     edges = [0, *cuts, 32]
     partials = [
         partial_attention(q, kv[begin:end], visible[:, begin:end], SCALE)
-        for begin, end in zip(edges[:-1], edges[1:], strict=True)
+        for begin, end in itertools.pairwise(edges)
     ]
     out, lse = merge_partials(partials)
     torch.testing.assert_close(out.double(), whole(q, kv, visible), rtol=1e-5, atol=1e-6)

@@ -32,6 +32,7 @@ __all__ = [
     "Generation",
     "NoisyDrafter",
     "Parts",
+    "TreeBuilder",
     "plain_greedy",
     "speculative_decode",
 ]
@@ -50,7 +51,13 @@ class TreeBuilder(Protocol):
     """`build_draft_tree`, or a candidate in its place."""
 
     def __call__(
-        self, log_probs: torch.Tensor, budget: int, top_k: int | None = ..., *, root_token: int
+        self,
+        log_probs: torch.Tensor,
+        budget: int,
+        top_k: int | None = ...,
+        *,
+        token_ids: torch.Tensor | None = ...,
+        root_token: int = ...,
     ) -> DraftTree: ...
 
 

@@ -1,0 +1,218 @@
+"""What an acceptance walk and the KV moves behind it must pass."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from kdtree_engine.reference.acceptance import (
+    Acceptance,
+    Compaction,
+    accept_greedy,
+    compaction_plan,
+)
+from kdtree_engine.reference.speculative import TreeBuilder
+from kdtree_engine.reference.tiny_mla import TinyMLA, TinyMLAConfig
+from kdtree_engine.reference.tree import DraftTree, build_draft_tree
+from phases.attention_cases import Shape, random_parents
+from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
+from phases.threads import single_threaded
+
+__all__ = ["AcceptSampled", "compaction_moves_rows", "sampling_keeps_distribution"]
+
+_LEAST_P_VALUE = 1e-4
+"""A right walk falls below this once in 10,000 seeds; the cheats reach 1e-30 and less."""
+_LEAST_EXPECTED = 5.0
+"""Cells with a smaller expectation are pooled, as the chi-square approximation asks."""
+
+
+class AcceptSampled(Protocol):
+    """`accept_sampled`, or a candidate in its place."""
+
+    def __call__(
+        self, tree: DraftTree, target_probs: torch.Tensor, generator: torch.Generator
+    ) -> Acceptance: ...
+
+
+@single_threaded
+def sampling_keeps_distribution(
+    accept: AcceptSampled,
+    ctx: Context,
+    *,
+    build: TreeBuilder = build_draft_tree,
+    samples: int = 20000,
+    length: int = 3,
+) -> list[Figure]:
+    """Pearson's chi-square test of `length` tokens against the target's own joint distribution.
+
+    The target is a TinyMLA with a vocabulary of 4, so all 4^length continuations of a prompt can be
+    counted. The drafter is wrong on purpose: it proposes from a distribution of its own. Trees of
+    changing budget are verified until `length` tokens are there.
+    """
+    config = TinyMLAConfig(vocabulary=4, hidden=16, layers=1, mlp=16)
+    model = TinyMLA(config, seed=ctx.seed)
+    generator = torch.Generator().manual_seed(ctx.seed)
+    prompt = [0, 1, 2]
+    behind = _all_continuations(model, prompt, length)
+    joint = {
+        tokens: float(
+            torch.tensor([behind[tokens[:at]][tokens[at]] for at in range(length)]).prod()
+        )
+        for tokens in itertools.product(range(config.vocabulary), repeat=length)
+    }
+    trees: dict[tuple[tuple[int, ...], int], tuple[DraftTree, torch.Tensor]] = {}
+    counts: Counter[tuple[int, ...]] = Counter()
+    drafted = 0
+    for sample in range(samples):
+        if sample % 500 == 0:
+            ctx.progress(sample, samples, "sampled continuations")
+        tokens: tuple[int, ...] = ()
+        while len(tokens) < length:
+            key = (tokens, sample % 3)
+            if key not in trees:
+                trees[key] = _tree_and_probs(build, behind, tokens, length, ctx.seed, sample % 3)
+            acceptance = accept(*trees[key], generator)
+            drafted += len(acceptance.drafted)
+            tokens = (*tokens, *acceptance.tokens)
+        counts[tokens[:length]] += 1
+    ctx.progress(samples, samples, "done")
+    statistic, freedom = _chi_square(counts, joint, samples)
+    p_value = float(
+        torch.special.gammaincc(
+            torch.tensor(freedom / 2, dtype=torch.float64),
+            torch.tensor(statistic / 2, dtype=torch.float64),
+        )
+    )
+    figures = [
+        Figure("p-value", p_value, Unit.PROBABILITY),
+        Figure("samples", samples, Unit.COUNT),
+        Figure("accepted draft tokens", drafted, Unit.TOKENS),
+        Figure("degrees of freedom", freedom, Unit.COUNT),
+    ]
+    if p_value < _LEAST_P_VALUE:
+        worst = max(joint, key=lambda cell: abs(counts[cell] - samples * joint[cell]))
+        raise GateFailure(
+            FailureKind.NUMERICAL,
+            f"chi-square {statistic:.1f} at {freedom} degrees of freedom, p-value {p_value:.3g}; "
+            f"furthest off: tokens {worst} came {counts[worst]} times of {samples}, expected are "
+            f"{samples * joint[worst]:.1f}",
+            figures,
+        )
+    return figures
+
+
+@single_threaded
+def compaction_moves_rows(
+    apply: Callable[[torch.Tensor, Compaction], None],
+    ctx: Context,
+    *,
+    plan: Callable[..., Compaction] = compaction_plan,
+    draws: int = 200,
+) -> list[Figure]:
+    """The accepted path's rows end at the window's front, in order; no other row changes.
+
+    Random trees and walks in random slots. The plan must also be right when it is followed one
+    move after the other, and `apply` whatever the order in which it writes.
+    """
+    moves = 0
+    for draw in range(draws):
+        ctx.progress(draw, draws, "accepted paths")
+        generator = torch.Generator().manual_seed(ctx.seed * 1000 + draw)
+        nodes = 1 + int(torch.randint(65, (1,), generator=generator))
+        parents = torch.tensor(random_parents(nodes, Shape.MIXED, generator, branching=0.3))
+        path = _walked_path(parents, generator)
+        window = torch.randperm(3 * nodes, generator=generator)[:nodes].tolist()
+        made = plan(path, window)
+        before = torch.randn(3 * nodes, 4, generator=generator, dtype=torch.float64)
+        wanted = before.clone()
+        for place, node in enumerate(path):
+            wanted[window[place]] = before[window[node]]
+        # Slots that are given back may hold anything.
+        free = torch.ones(len(before), dtype=torch.bool)
+        free[window[len(path) :]] = False
+        in_turn, at_once = before.clone(), before.clone()
+        for source, destination in zip(made.source, made.destination, strict=True):
+            in_turn[destination] = in_turn[source]
+        apply(at_once, made)
+        for pool, how in ((in_turn, "one move after the other"), (at_once, "applied at once")):
+            wrong = ((pool != wanted).any(1) & free).nonzero()
+            if len(wrong):
+                raise GateFailure(
+                    FailureKind.NUMERICAL,
+                    f"{how}: slot {int(wrong[0])} holds the wrong row (path {path}, window "
+                    f"{window})",
+                )
+        if list(made.kept) != window[: len(path)] or list(made.freed) != window[len(path) :]:
+            raise GateFailure(
+                FailureKind.NUMERICAL, f"kept and freed are wrong (path {path}, window {window})"
+            )
+        moves += len(made.source)
+    ctx.progress(draws, draws, "done")
+    return [Figure("moves", moves, Unit.COUNT), Figure("accepted paths", draws, Unit.COUNT)]
+
+
+_Distributions = dict[tuple[int, ...], torch.Tensor]
+
+
+def _all_continuations(model: TinyMLA, prompt: list[int], length: int) -> _Distributions:
+    """The target's distribution behind `prompt` and every continuation shorter than 2 * length."""
+    found: _Distributions = {}
+    for size in range(2 * length):
+        tails = list(itertools.product(range(model.config.vocabulary), repeat=size))
+        tokens = torch.tensor([[*prompt, *tail] for tail in tails])
+        probs = model.forward_plain(tokens)[:, -1].softmax(-1)
+        found.update(zip(tails, probs, strict=True))
+    return found
+
+
+def _tree_and_probs(
+    build: TreeBuilder,
+    behind: _Distributions,
+    tokens: tuple[int, ...],
+    length: int,
+    seed: int,
+    kind: int,
+) -> tuple[DraftTree, torch.Tensor]:
+    """A draft tree behind `tokens`, of budget 2, 6 or 11, and the target's probabilities there."""
+    generator = torch.Generator().manual_seed(seed * 1000 + 10 * len(tokens) + kind)
+    vocabulary = len(behind[()])
+    logits = torch.randn(length, vocabulary, generator=generator, dtype=torch.float64)
+    tree = build(logits.log_softmax(-1), (2, 6, 11)[kind], None, root_token=0)
+    carried = tree.tokens.tolist()
+    paths = [
+        (*tokens, *(carried[step] for step in tree.path(node)[1:])) for node in range(len(tree))
+    ]
+    return tree, torch.stack([behind[path] for path in paths])
+
+
+def _chi_square(
+    counts: Counter[tuple[int, ...]], joint: dict[tuple[int, ...], float], samples: int
+) -> tuple[float, int]:
+    statistic, cells = 0.0, 0
+    rare_count, rare_expected = 0, 0.0
+    for cell, probability in joint.items():
+        expected = samples * probability
+        if expected < _LEAST_EXPECTED:
+            rare_count, rare_expected = rare_count + counts[cell], rare_expected + expected
+        else:
+            statistic += (counts[cell] - expected) ** 2 / expected
+            cells += 1
+    if rare_expected:
+        statistic += (rare_count - rare_expected) ** 2 / rare_expected
+        cells += 1
+    return statistic, cells - 1
+
+
+def _walked_path(parents: torch.Tensor, generator: torch.Generator) -> list[int]:
+    """An accepted path: a greedy walk towards a random node."""
+    nodes = len(parents)
+    tree = DraftTree(torch.arange(nodes), parents, parents, parents.to(torch.float64))
+    goal = tree.path(int(torch.randint(nodes, (1,), generator=generator)))
+    choices = torch.full((nodes,), -1)
+    for node, child in itertools.pairwise(goal):
+        choices[node] = child
+    return list(accept_greedy(tree, choices).nodes)

@@ -1,0 +1,48 @@
+"""Phase 4: the kernel meets what a captured graph demands, and a service's graphs stay on."""
+
+from phases.gate import Gate
+from phases.p4_capture_safety import checks
+from phases.phase import Phase
+from phases.requirement import Requirement
+
+_SOURCES = ("kdtree-engine/csrc/*",)
+
+PHASE = Phase(
+    number=4,
+    name="capture_safety",
+    title="CUDA graphs over static buffers",
+    plan=14,
+    depends_on=(2, 3),
+    gates=(
+        Gate(
+            "op-check",
+            "torch's operator checks and torch.compile, on each implementation that is here",
+            checks.op_check,
+            data=_SOURCES,
+        ),
+        Gate(
+            "graph-replay-bits",
+            "one captured graph over many changed batches gives the bits of eager calls",
+            checks.graph_replay_bits,
+            requires=(Requirement.GPU,),
+            data=_SOURCES,
+        ),
+        Gate(
+            "no-host-sync",
+            "a call waits for nothing and launches only what is documented",
+            checks.no_host_sync,
+            requires=(Requirement.GPU,),
+            data=_SOURCES,
+        ),
+        Gate(
+            "graph-service-token-exact",
+            "the live service with graphs on gives the stock tokens",
+            requires=(Requirement.GPU, Requirement.SERVICE),
+        ),
+        Gate(
+            "conformance-kit-graph",
+            "SGLang's own attention kit, graph variant, no skip",
+            requires=(Requirement.GPU, Requirement.SGLANG),
+        ),
+    ),
+)

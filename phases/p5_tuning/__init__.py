@@ -1,0 +1,49 @@
+"""Phase 5: what the kernel costs, against what it must cost, and what tuning may not break."""
+
+from phases.gate import Gate, GateKind
+from phases.p5_tuning import checks
+from phases.phase import Phase
+from phases.requirement import Requirement
+
+_SOURCES = ("kdtree-engine/csrc/*",)
+
+PHASE = Phase(
+    number=5,
+    name="tuning",
+    title="tiles, splits and copies per GPU",
+    plan=15,
+    depends_on=(4,),
+    gates=(
+        Gate("tuning-table", "the table of configurations is whole, and says what was measured"),
+        Gate(
+            "deterministic-bits",
+            "deterministic mode: the same bits alone, in any batch and in any order",
+            checks.deterministic_bits,
+            data=_SOURCES,
+        ),
+        Gate(
+            "sm120-resources",
+            "every tile that sm_120 may pick: no spill, at most 101,376 bytes of shared memory",
+            checks.sm120_resources,
+            requires=(Requirement.NVCC,),
+            time_limit_s=1800.0,
+            data=_SOURCES,
+        ),
+        Gate("roofline-model", "the plan's model against kept H200 evidence, regime by regime"),
+        Gate(
+            "kernel-regimes",
+            "each regime at or below the time that it must reach on one H200",
+            checks.kernel_regimes,
+            kind=GateKind.SPEED,
+            requires=(Requirement.GPU,),
+            time_limit_s=1800.0,
+            data=_SOURCES,
+        ),
+        Gate(
+            "peers",
+            "the same regimes against each installed peer, in the same run",
+            kind=GateKind.SPEED,
+            requires=(Requirement.GPU,),
+        ),
+    ),
+)

@@ -1,0 +1,110 @@
+"""Building: from a small source with the real nvcc, and what is said where it cannot be done."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+
+import pytest
+
+from kdtree_engine.build import ARCHITECTURES, BuildReport, CompileError, build
+from kdtree_engine.errors import MissingError
+from kdtree_engine.library import load
+
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
+
+BINDING = """\
+#include <tvm/ffi/function.h>
+#include "answer.h"
+__global__ void store(int* to) { *to = ANSWER; }
+static int64_t answer() { return ANSWER; }
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(answer, answer);
+"""
+
+
+@pytest.fixture
+def csrc(tmp_path: pathlib.Path) -> pathlib.Path:
+    folder = tmp_path / "csrc"
+    folder.mkdir()
+    (folder / "binding.cu").write_text(BINDING)
+    (folder / "answer.h").write_text("#define ANSWER 42\n")
+    return folder
+
+
+def built(csrc: pathlib.Path) -> BuildReport:
+    folder = csrc.parent
+    return build(csrc=csrc, library=folder / "lib" / "libkd.so", objects=folder / "objects")
+
+
+@pytest.mark.slow
+@needs_nvcc
+def test_a_build_loads_and_is_reused_until_something_changes(csrc: pathlib.Path) -> None:
+    report = built(csrc)
+    assert load(report.library).answer() == 42  # type: ignore[attr-defined]
+    assert (report.compiled, report.reused) == (1, 0)
+    assert report.seconds > 0
+    assert sorted(kernel.architecture for kernel in report.kernels) == sorted(ARCHITECTURES)
+    assert {kernel.kernel for kernel in report.kernels} == {"store"}
+
+    again = built(csrc)
+    assert (again.compiled, again.reused) == (0, 1)
+    assert again.kernels == report.kernels
+
+    (csrc / "answer.h").write_text("#define ANSWER 43\n")
+    changed = built(csrc)
+    assert (changed.compiled, changed.reused) == (1, 0)
+    # Under another name, as a process that has loaded a file keeps it for that path.
+    fresh = changed.library.with_name("fresh.so")
+    changed.library.rename(fresh)
+    assert load(fresh).answer() == 43  # type: ignore[attr-defined]
+    left = {path.name for path in report.library.parent.iterdir()}
+    assert left == {"fresh.so"}, "a build leaves nothing beside the library"
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("int broken( { return 1; }", r"binding\.cu does not compile: .*error"),
+        ("static void never_called() {}", r"binding\.cu does not compile: .*never_called"),
+    ],
+)
+def test_an_error_or_a_warning_ends_the_build_and_keeps_the_old_library(
+    csrc: pathlib.Path, line: str, said: str
+) -> None:
+    library = csrc.parent / "lib" / "libkd.so"
+    library.parent.mkdir()
+    library.write_text("the old one")
+    (csrc / "binding.cu").write_text(f"{BINDING}{line}\n")
+    with pytest.raises(CompileError, match=said) as caught:
+        built(csrc)
+    assert "\n" not in str(caught.value), "one line"
+    assert library.read_text() == "the old one"
+
+
+def test_without_nvcc_it_says_what_is_missing(
+    csrc: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(csrc))
+    with pytest.raises(MissingError, match=r"nvcc is not on PATH \(install the CUDA toolkit"):
+        built(csrc)
+
+
+def test_an_nvcc_that_does_not_work_is_named(
+    csrc: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = csrc.parent / "bin" / "nvcc"
+    broken.parent.mkdir()
+    broken.write_text("#!/bin/sh\necho no license >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{broken.parent}:/usr/bin:/bin")
+    with pytest.raises(MissingError, match="nvcc does not work: no license"):
+        built(csrc)
+
+
+@needs_nvcc
+def test_without_sources_it_says_so(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "csrc").mkdir()
+    with pytest.raises(MissingError, match=r"no CUDA sources in .*csrc"):
+        built(tmp_path / "csrc")
