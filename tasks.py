@@ -313,6 +313,45 @@ def status(host_name: str | None, as_json: bool) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
+# The kernel library.
+
+
+@cli.command("build")
+@_json_option
+def build(as_json: bool) -> None:
+    """Compile the kernels with nvcc (no GPU needed) into the library that the wheel carries."""
+    import dataclasses
+
+    from kdtree_engine.build import build as build_library
+
+    report = build_library(progress=_say_compiled)
+    if as_json:
+        _print_json(dataclasses.asdict(report))
+        return
+    _print_table(
+        ("kernel", "arch", "registers", "spilled bytes", "shared bytes"),
+        [
+            (
+                kernel.kernel,
+                kernel.architecture,
+                str(kernel.registers),
+                str(kernel.spill_bytes),
+                str(kernel.shared_bytes),
+            )
+            for kernel in report.kernels
+        ],
+    )
+    click.echo(
+        f"{report.library}: {report.compiled} sources compiled, {report.reused} reused, "
+        f"{report.seconds:.1f} s"
+    )
+
+
+def _say_compiled(done: int, total: int, source: str) -> None:
+    click.echo(f"[{done}/{total}] {source}", err=True)
+
+
+# ---------------------------------------------------------------------------------------------
 # Plans.
 
 

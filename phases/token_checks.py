@@ -53,7 +53,7 @@ def speculation_equals_plain(
     the most likely token as it is.
     """
     settings = list(_settings(budgets, batches))
-    prompts_done = tokens_done = drafted = accepted = rounds = 0
+    prompts_done = tokens_done = distinct = drafted = accepted = rounds = 0
     worst = 0.0
     for number, setting in enumerate(settings):
         ctx.progress(number * prompts_each, len(settings) * prompts_each, str(setting))
@@ -69,6 +69,7 @@ def speculation_equals_plain(
                 worst = max(worst, _same_logits(place, made.logits[request], logits[request]))
             prompts_done += len(plain)
             tokens_done += sum(map(len, made.tokens))
+            distinct += sum(len(set(tokens)) for tokens in plain)
             drafted, accepted = drafted + made.drafted, accepted + made.accepted
             rounds += made.rounds
     total = len(settings) * prompts_each
@@ -82,6 +83,7 @@ def speculation_equals_plain(
         Figure("prompts", prompts_done, Unit.COUNT),
         Figure("tokens", tokens_done, Unit.TOKENS),
         Figure("tokens a verification", tokens_done / rounds, Unit.RATIO),
+        Figure("distinct tokens a text", distinct / prompts_done, Unit.TOKENS),
         Figure("worst difference of logits", worst, Unit.RELATIVE_ERROR),
     ]
 

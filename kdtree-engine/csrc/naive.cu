@@ -16,7 +16,7 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads) naive_kernel(const __grid_constant__ TreeVerifyParams p) {
   __shared__ float q[kQkDim];
   __shared__ float prob[kThreads];
-  __shared__ int64_t slots[kThreads];
+  __shared__ int slots[kThreads];
   __shared__ float reduce[kThreads];
   const int tid = threadIdx.x;
   const int64_t row = blockIdx.x, token = row / p.heads;
@@ -29,8 +29,8 @@ __global__ void __launch_bounds__(kThreads) naive_kernel(const __grid_constant__
   int t = 0;
   if (b < p.batch) {
     piece.token = p.qo_indptr[b];
-    piece.nodes = min(static_cast<int>(p.qo_indptr[b + 1] - piece.token), p.max_nodes);
-    piece.prefix = static_cast<int>(p.kv_indptr[b + 1] - p.kv_indptr[b]);
+    piece.nodes = min(p.qo_indptr[b + 1] - p.qo_indptr[b], p.max_nodes);
+    piece.prefix = p.kv_indptr[b + 1] - p.kv_indptr[b];
     t = static_cast<int>(token - piece.token);
   }
   if (b == p.batch || t >= piece.nodes) {  // padding
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads) naive_kernel(const __grid_constant__
     const int j = j0 + tid;
     float score = -INFINITY;
     if (j < tokens) {
-      slots[tid] = kv.slot(j);
+      slots[tid] = kv.slot(j, __ldg(kv.at(j)));
       if (j < piece.prefix || mask.sees(t, j - piece.prefix)) {
         const T* k = reinterpret_cast<const T*>(kv.row(slots[tid]));
         float dot = 0.0f;

@@ -28,12 +28,19 @@ enum class MaskLayout : int {
 };
 
 // An index tensor that may hold int32 or int64: eager and captured buffers of one server differ.
+// Slots, token counts and prefix lengths are below 2^31, so the low word is the value, and reading it
+// takes one load without a branch, which leaves the load under way until the value is used. Mask
+// offsets can be larger: wide().
 struct IndexArray {
   const void* data = nullptr;
   int is_int64 = 0;
 
 #ifdef __CUDACC__
-  __device__ __forceinline__ int64_t operator[](int64_t i) const {
+  __device__ __forceinline__ const int* at(int64_t i) const {
+    return static_cast<const int*>(data) + (i << is_int64);
+  }
+  __device__ __forceinline__ int operator[](int64_t i) const { return __ldg(at(i)); }
+  __device__ __forceinline__ int64_t wide(int64_t i) const {
     return is_int64 ? __ldg(static_cast<const long long*>(data) + i)
                     : static_cast<int64_t>(__ldg(static_cast<const int*>(data) + i));
   }

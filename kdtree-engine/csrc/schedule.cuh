@@ -38,10 +38,10 @@ struct Request {
 __device__ __forceinline__ Request request_of(const TreeVerifyParams& p, int b) {
   Request r{};
   if (b >= p.batch) return r;
-  const int64_t q0 = p.qo_indptr[b], q1 = p.qo_indptr[b + 1];
-  const int64_t k0 = p.kv_indptr[b], k1 = p.kv_indptr[b + 1];
-  r.nodes = static_cast<int>(min(max(q1 - q0, int64_t{0}), static_cast<int64_t>(p.max_nodes)));
-  r.prefix = static_cast<int>(max(k1 - k0, int64_t{0}));
+  const int q0 = p.qo_indptr[b], q1 = p.qo_indptr[b + 1];
+  const int k0 = p.kv_indptr[b], k1 = p.kv_indptr[b + 1];
+  r.nodes = min(max(q1 - q0, 0), p.max_nodes);
+  r.prefix = max(k1 - k0, 0);
   if (r.nodes == 0) return r;
   r.blocks = (r.prefix + r.nodes + p.block_tokens - 1) / p.block_tokens;
   if (p.deterministic) {

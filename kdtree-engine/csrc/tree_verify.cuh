@@ -24,6 +24,7 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "params.h"
 #include "ptx.cuh"
@@ -51,7 +52,7 @@ struct Tile {
   static constexpr int kNTiles = kRows / 8;
   static constexpr int kMTiles = kBlock / 16;
   static constexpr int kWarpTiles = (kNTiles + kWarpsN - 1) / kWarpsN;   // n tiles of a warp in S, at most
-  static constexpr int kOwned = (kWarpTiles + kWarpsK - 1) / kWarpsK;    // of which it finishes, at most
+  static constexpr int kOwned = (kNTiles + 7) / 8;  // n tiles that a warp takes through the softmax, at most
 
   // 16 bytes beyond a multiple of 128 put the rows of an ldmatrix on different banks.
   static constexpr int kPitch = kRowBytes + 16;
@@ -63,12 +64,13 @@ struct Tile {
   static constexpr int kP = kKv + kStages * kStageBytes;
   static constexpr int kExchange = round_up(kP + kBlock * kPPitch, 16);
   static constexpr int kExchangeTile = kBlock * 8 * 4;  // one n tile of S, float32
-  static constexpr int kScale = kExchange + (kWarpsK - 1) * kNTiles * kExchangeTile;
+  static constexpr int kScale = kExchange + kWarpsK * kNTiles * kExchangeTile;
   static constexpr int kRowMax = kScale + kRows * 4;
   static constexpr int kRowSum = kRowMax + kRows * 4;
   static constexpr int kMaskBits = round_up(kRowSum + kRows * 4, 16);  // [node of the tile][4 words]
   static constexpr int kNodeOf = kMaskBits + kRows * 16;               // [row] -> node of the tile
-  static constexpr int kBarriers = round_up(kNodeOf + kRows, 8);
+  static constexpr int kSlots = round_up(kNodeOf + kRows, 4);  // of the next stage to copy, as loaded
+  static constexpr int kBarriers = round_up(kSlots + kBlock * 4, 8);
   static constexpr int kOutPitch = kVDim * 4 + 16;  // O on its way out takes the place of Q and the stages
   static constexpr int kSmemBytes = kBarriers + (kStages + 1) * 8;
 
@@ -77,6 +79,7 @@ struct Tile {
   static_assert(kNTiles >= kWarpsN, "every warp column needs at least one n tile");
   static_assert(kStages >= 2, "a stage is read while the next one is in flight");
   static_assert(kRows * kOutPitch <= kP, "O must fit where Q and the stages were");
+  static_assert(kOwned <= 2, "a warp takes at most two n tiles through the softmax");
   static_assert(kMaxNodes == 128, "mask bits are four 32-bit words a node");
   static_assert(kSmemBytes <= 232448, "227 KB is the most a thread block gets on any part");
 };
@@ -111,32 +114,56 @@ __device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece
   // ---- copies -------------------------------------------------------------------------------
   // Positions past the request's end repeat its last one: P is 0 there, and 0 times a row that the
   // request attends to anyway cannot make a NaN, as 0 times leftover shared memory could.
-  const auto slot_at = [&](int block, int i) {  // fits int32: 2^31 slots are 2.4 TB
-    return static_cast<int>(kv.slot(min((piece.begin + block) * C::kBlock + i, tokens - 1)));
-  };
+  const auto position = [&](int block, int i) { return min((piece.begin + block) * C::kBlock + i, tokens - 1); };
   const char* q_src = static_cast<const char*>(p.q) + out_row0 * kRowBytes;
 
-  constexpr int kWarpRows = C::kBlock / 8;  // every warp copies its share of a stage's rows
-  const auto warp_slot = [&](int block) { return slot_at(block, warp * kWarpRows + (lane & (kWarpRows - 1))); };
+#if KD_BULK_COPY
+  // Warps 2 to 5: they have fewer n tiles in S, and no second one in the softmax, so that the copies
+  // (60 to 75 cycles each for the warp that issues them) cost little where they are.
+  constexpr int kCopyWarps = 4, kFirstCopyWarp = 2;
+#else
+  constexpr int kCopyWarps = 8, kFirstCopyWarp = 0;
+#endif
+  constexpr int kWarpRows = C::kBlock / kCopyWarps;
+  const int copy_row = (warp - kFirstCopyWarp) * kWarpRows;  // first row of a stage that this warp copies
+  const auto my_position = [&](int block) { return position(block, copy_row + (lane & (kWarpRows - 1))); };
 #if KD_BULK_COPY
   // One lane issues them, straight-line and with addresses that the compiler knows to be the same in
   // the whole warp: a copy a lane becomes a loop that waits about a hundred cycles a turn.
-  const bool leader = lane == 0;
-  const auto copy_block = [&](int stage, int slot) {
+  const auto copy_block = [&](int stage, int block, int loaded) {
     const uint32_t bar = pipe.smem + C::kBarriers + stage * 8;
-    if (tid == 0) mbarrier_arrive_expect(bar, C::kBlock * kRowBytes);
+    if (tid == kFirstCopyWarp * 32) mbarrier_arrive_expect(bar, C::kBlock * kRowBytes);
+    const uint64_t mine = reinterpret_cast<uint64_t>(kv.row(kv.slot(my_position(block), loaded)));
+    uint64_t src[kWarpRows];
 #pragma unroll
-    for (int r = 0; r < kWarpRows; ++r) {
-      const int row_slot = __shfl_sync(0xffffffffu, slot, r);
-      if (leader)
-        bulk_copy(pipe.smem + C::kKv + stage * C::kStageBytes + (warp * kWarpRows + r) * C::kPitch, kv.row(row_slot),
-                  kRowBytes, bar);
+    for (int r = 0; r < kWarpRows; ++r) src[r] = __shfl_sync(0xffffffffu, mine, r);
+    if (elect_lane()) {
+#pragma unroll
+      for (int r = 0; r < kWarpRows; ++r)
+        bulk_copy(pipe.smem + C::kKv + stage * C::kStageBytes + (copy_row + r) * C::kPitch,
+                  reinterpret_cast<const void*>(src[r]), kRowBytes, bar);
     }
+  };
+  // Slots of the next stage travel to shared memory without passing a register: a load under way would
+  // be waited for where the inner loops begin.
+  const bool copies = warp >= kFirstCopyWarp && warp < kFirstCopyWarp + kCopyWarps;
+  const uint32_t slot_cell = pipe.smem + C::kSlots + (copy_row + lane) * 4;
+  const auto fetch_slots = [&](int block) {
+    if (lane < kWarpRows) cp_async_4(slot_cell, kv.at(my_position(block)));
+  };
+  const auto fetched_slot = [&] {
+    cp_async_wait_all();
+    return reinterpret_cast<const volatile int*>(smem + C::kSlots)[copy_row + (lane & (kWarpRows - 1))];
   };
 #else
   // 64 of a row's 72 chunks of 16 bytes by the whole warp, the last 8 of its rows together.
-  const auto copy_block = [&](int stage, int slot) {
-    const uint32_t dst = pipe.smem + C::kKv + stage * C::kStageBytes + warp * kWarpRows * C::kPitch;
+  int next_slot;  // as loaded, of the next stage to copy
+  const bool copies = true;
+  const auto fetch_slots = [&](int block) { next_slot = __ldg(kv.at(my_position(block))); };
+  const auto fetched_slot = [&] { return next_slot; };
+  const auto copy_block = [&](int stage, int block, int loaded) {
+    const int slot = kv.slot(my_position(block), loaded);
+    const uint32_t dst = pipe.smem + C::kKv + stage * C::kStageBytes + copy_row * C::kPitch;
 #pragma unroll
     for (int r = 0; r < kWarpRows; ++r) {
       const char* src = kv.row(__shfl_sync(0xffffffffu, slot, r)) + lane * 16;
@@ -148,12 +175,13 @@ __device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece
     if (r < kWarpRows) cp_async_16(dst + r * C::kPitch + 1024 + (lane & 7) * 16, src);
   };
 #endif
-  int next_slot = 0;
   __syncthreads();  // the last piece's readers are done
   {
-    int slots[C::kStages];
+    int slots[C::kStages] = {};
+    if (copies) {
 #pragma unroll
-    for (int s = 0; s < C::kStages; ++s) slots[s] = s < n_blocks ? warp_slot(s) : 0;
+      for (int s = 0; s < C::kStages; ++s) slots[s] = __ldg(kv.at(my_position(s)));
+    }
 #if KD_BULK_COPY
     fence_async();
     const uint32_t bar = pipe.smem + C::kBarriers + C::kStages * 8;
@@ -161,7 +189,7 @@ __device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece
 #pragma unroll
     for (int r = 0; r < C::kRows / 8; ++r) {
       const int row = warp * (C::kRows / 8) + r;
-      if (leader && row < rows) bulk_copy(pipe.smem + C::kQ + row * C::kPitch, q_src + row * kRowBytes, kRowBytes, bar);
+      if (row < rows && elect_lane()) bulk_copy(pipe.smem + C::kQ + row * C::kPitch, q_src + row * kRowBytes, kRowBytes, bar);
     }
 #else
     for (int c = tid; c < rows * 72; c += kThreads) {
@@ -171,12 +199,12 @@ __device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece
 #endif
 #pragma unroll
     for (int s = 0; s < C::kStages; ++s) {
-      if (s < n_blocks) copy_block(s, slots[s]);
+      if (copies && s < n_blocks) copy_block(s, s, slots[s]);
 #if !KD_BULK_COPY
       cp_async_commit();
 #endif
     }
-    if (C::kStages < n_blocks) next_slot = warp_slot(C::kStages);
+    if (copies) fetch_slots(C::kStages);
   }
 
   // Rows of the tile beyond the request's: zeros, so that they stay finite.
@@ -209,10 +237,6 @@ __device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece
   const int n0 = wn * kFew + ahead;
   const int k0 = 36 * wk / C::kWarpsK, k1 = 36 * (wk + 1) / C::kWarpsK;
   const int n_mine = C::kWarpTiles - (has_extra ? 0 : 1);
-  // Each n tile of S is summed over the slices, masked and exponentiated by one warp, its owner. Of my
-  // n tiles I own number own0, own0 + kWarpsK, ...
-  const int own0 = (wk + C::kWarpsK - n0 % C::kWarpsK) % C::kWarpsK;
-
   const uint32_t a_lane = (lane & 15) * C::kPitch + (lane >> 4) * 16;
   const uint32_t b_addr = pipe.smem + C::kQ + (n0 * 8 + (lane & 7) + ((lane >> 4) << 3)) * C::kPitch +
                           ((lane >> 3) & 1) * 16 + k0 * 32;
@@ -229,8 +253,7 @@ __device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece
 #pragma unroll
       for (int e = 0; e < 4; ++e) o[m][n][e] = 0.0f;
 
-  // Of the n tiles that I own: this lane's scores, its two rows' reference maxima, its part of the sums.
-  float own[C::kOwned][C::kMTiles][4];
+  // Softmax of n tiles warp, warp + 8: this lane's two rows' reference maxima, and its part of the sums.
   float row_max[C::kOwned][2], row_sum[C::kOwned][2];
 #pragma unroll
   for (int w = 0; w < C::kOwned; ++w) {
@@ -286,18 +309,12 @@ __device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece
       }
     }
 
+    // All partial sums go through shared memory, this warp's own too: registers are what the steps above
+    // are short of, at 72 rows.
 #pragma unroll
     for (int n = 0; n < C::kWarpTiles; ++n) {
-      if (n % C::kWarpsK == own0) {
-#pragma unroll
-        for (int m = 0; m < C::kMTiles; ++m)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) own[n / C::kWarpsK][m][e] = s[m][n][e];
-      } else if (n < n_mine) {
-        const int owner = (n0 + n) % C::kWarpsK;
-        const int plane = wk - (wk > owner ? 1 : 0);
-        float4* dst =
-            reinterpret_cast<float4*>(smem + C::kExchange + (plane * C::kNTiles + n0 + n) * C::kExchangeTile);
+      if (n < n_mine) {
+        float4* dst = reinterpret_cast<float4*>(smem + C::kExchange + (wk * C::kNTiles + n0 + n) * C::kExchangeTile);
 #pragma unroll
         for (int m = 0; m < C::kMTiles; ++m)
           dst[m * 32 + lane] = make_float4(s[m][n][0], s[m][n][1], s[m][n][2], s[m][n][3]);
@@ -305,28 +322,29 @@ __device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece
     }
   };
 
-  // Softmax of the n tiles that I own, of stage i: sum over the slices, scale, mask, maximum, exponentials -> P.
+  // Softmax of my n tiles of stage i: sum over the slices, scale, mask, maximum, exponentials -> P.
   // True if a reference maximum moved.
-  const auto softmax = [&](int i) {
+  const auto softmax_of = [&](auto count, int i) {
     const int pos0 = (piece.begin + i) * C::kBlock;
     const bool masked = pos0 + C::kBlock > piece.prefix;
     bool moved = false;
 #pragma unroll
-    for (int w = 0; w < C::kOwned; ++w) {
-      if (own0 + w * C::kWarpsK >= n_mine) break;
-      const int n = n0 + own0 + w * C::kWarpsK;
+    for (int w = 0; w < decltype(count)::value; ++w) {
+      const int n = warp + w * 8;
       const int col = n * 8 + (lane & 3) * 2;  // my two rows of the tile: col, col + 1
-      float (&x)[C::kMTiles][4] = own[w];
+      const float4* partial = reinterpret_cast<const float4*>(smem + C::kExchange + n * C::kExchangeTile) + lane;
+      float x[C::kMTiles][4];
 #pragma unroll
       for (int m = 0; m < C::kMTiles; ++m) {
 #pragma unroll
-        for (int plane = 0; plane < C::kWarpsK - 1; ++plane) {
-          const float4 other = reinterpret_cast<const float4*>(
-              smem + C::kExchange + (plane * C::kNTiles + n) * C::kExchangeTile)[m * 32 + lane];
-          x[m][0] += other.x;
-          x[m][1] += other.y;
-          x[m][2] += other.z;
-          x[m][3] += other.w;
+        for (int e = 0; e < 4; ++e) x[m][e] = 0.0f;
+#pragma unroll
+        for (int plane = 0; plane < C::kWarpsK; ++plane) {
+          const float4 part = partial[plane * C::kNTiles * (C::kExchangeTile / 16) + m * 32];
+          x[m][0] += part.x;
+          x[m][1] += part.y;
+          x[m][2] += part.z;
+          x[m][3] += part.w;
         }
 #pragma unroll
         for (int e = 0; e < 4; ++e) x[m][e] *= scale;
@@ -376,6 +394,12 @@ __device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece
         }
     }
     return moved;
+  };
+  // Two tiles in one go, so that their latencies overlap.
+  const auto softmax = [&](int i) {
+    if constexpr (C::kOwned == 2)
+      if (warp + 8 < C::kNTiles) return softmax_of(std::integral_constant<int, 2>{}, i);
+    return warp < C::kNTiles ? softmax_of(std::integral_constant<int, 1>{}, i) : false;
   };
 
   // O^T += V^T P^T of stage i, over my 64 latent columns.
@@ -427,6 +451,18 @@ __device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece
     // O += V(i) P(i) is bound by the tensor cores, S(i + 1) by shared memory: of the two warps that
     // share a tensor core one does the first first, the other the second.
     const bool more = i + 1 < n_blocks;
+
+    // Refill the stage that everyone left at the barrier before the last one.
+    if (i >= 1) {
+      const int block = i - 1 + C::kStages;
+      if (copies && block < n_blocks) {
+        copy_block(stage == 0 ? C::kStages - 1 : stage - 1, block, fetched_slot());
+        fetch_slots(block + 1);
+      }
+#if !KD_BULK_COPY
+      cp_async_commit();
+#endif
+    }
 #if !KD_BULK_COPY
     if (more) wait_block(i + 1, next_stage);
 #endif
@@ -444,16 +480,6 @@ __device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece
     if (!more) break;
     __syncthreads();  // partial sums are there; P and stage i are free
     const bool moved = softmax(i + 1);
-    if (i >= 0) {
-      const int block = i + C::kStages;
-      if (block < n_blocks) {
-        copy_block(stage, next_slot);
-        if (block + 1 < n_blocks) next_slot = warp_slot(block + 1);
-      }
-#if !KD_BULK_COPY
-      cp_async_commit();
-#endif
-    }
     if (__syncthreads_or(moved)) {  // P and the factors are there
 #pragma unroll
       for (int n = 0; n < C::kNTiles; ++n) {
@@ -471,15 +497,13 @@ __device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece
     next_stage = stage + 1 == C::kStages ? 0 : stage + 1;
   }
   // The next piece starts at stage 0 again; the parities in pipe.phase go on from where they are.
-#if !KD_BULK_COPY
-  cp_async_wait<0>();
-#endif
+  cp_async_wait_all();
 
   // ---- results ---------------------------------------------------------------------------------
 #pragma unroll
   for (int w = 0; w < C::kOwned; ++w) {
-    if (own0 + w * C::kWarpsK >= n_mine) break;
-    const int row = (n0 + own0 + w * C::kWarpsK) * 8 + lane * 2;
+    if (warp + w * 8 >= C::kNTiles) break;
+    const int row = (warp + w * 8) * 8 + lane * 2;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       row_sum[w][c] += __shfl_xor_sync(0xffffffffu, row_sum[w][c], 4);

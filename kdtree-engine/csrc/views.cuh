@@ -13,19 +13,24 @@ class KvView {
   __device__ __forceinline__ KvView(const TreeVerifyParams& p, const Piece& piece)
       : p_(p), token_(piece.token), start_(p.kv_indptr[piece.request]), prefix_(piece.prefix) {}
 
-  __device__ __forceinline__ int64_t slot(int j) const {
-    if (j >= prefix_) return p_.draft_slots[token_ + (j - prefix_)];
-    return p_.kv_indices.data ? p_.kv_indices[start_ + j] : start_ + j;
+  // Reading a slot takes two steps, so that the load can be under way for a while: a load from at(j)
+  // starts it, slot(j, loaded) uses it.
+  __device__ __forceinline__ const int* at(int j) const {
+    const bool node = j >= prefix_ || p_.kv_indices.data == nullptr;
+    return node ? p_.draft_slots.at(token_ + max(j - prefix_, 0)) : p_.kv_indices.at(start_ + j);
+  }
+  __device__ __forceinline__ int slot(int j, int loaded) const {
+    return p_.kv_indices.data == nullptr && j < prefix_ ? start_ + j : loaded;
   }
 
-  __device__ __forceinline__ const char* row(int64_t slot) const {
-    return static_cast<const char*>(p_.kv_pool) + slot * p_.slot_stride * 2;
+  __device__ __forceinline__ const char* row(int slot) const {
+    return static_cast<const char*>(p_.kv_pool) + slot * (p_.slot_stride * 2);
   }
 
  private:
   const TreeVerifyParams& p_;
-  int64_t token_, start_;
-  int prefix_;
+  int64_t token_;
+  int start_, prefix_;
 };
 
 // One bit of the tree mask, in whichever layout: does node t see node j?
@@ -33,7 +38,7 @@ class MaskView {
  public:
   __device__ __forceinline__ MaskView(const TreeVerifyParams& p, int request, int prefix, int nodes)
       : mask_(p.mask), layout_(p.mask_layout), prefix_(prefix), nodes_(nodes) {
-    base_ = layout_ == MaskLayout::kCausal ? 0 : p.mask_indptr[request];
+    base_ = layout_ == MaskLayout::kCausal ? 0 : p.mask_indptr.wide(request);
   }
 
   __device__ __forceinline__ bool sees(int t, int j) const {

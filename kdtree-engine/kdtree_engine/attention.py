@@ -147,7 +147,7 @@ def _cuda(
     num_tokens, heads = q.shape[0], q.shape[1]
     if num_tokens == 0:
         return
-    if checks_wanted() and not torch.cuda.is_current_stream_capturing():
+    if checks_wanted() and not _capturing(q.device):
         check_contents(
             num_tokens,
             kv_pool.shape[0],
@@ -161,38 +161,38 @@ def _cuda(
             max_nodes,
         )
     library = kernels()
-    with torch.cuda.device(q.device):
-        # A fresh tensor for each call: torch's allocator knows the stream, and inside a capture it
-        # takes the memory from the graph's own pool, where it stays for every replay.
-        workspace = torch.empty(
-            library.workspace_bytes(
-                num_tokens,
-                qo_indptr.shape[0] - 1,
-                heads,
-                max_nodes,
-                _processors(q.device.index),
-                deterministic,
-            ),
-            dtype=torch.uint8,
-            device=q.device,
-        )
-        library.tree_verify_attention(
-            q,
-            kv_pool,
-            qo_indptr,
-            kv_indptr,
-            kv_indices,
-            draft_slots,
-            mask,
-            mask_indptr,
-            mask_layout,
-            sm_scale,
+    # A fresh tensor for each call: torch's allocator knows the stream, and inside a capture it
+    # takes the memory from the graph's own pool, where it stays for every replay. The library
+    # makes q's device and torch's current stream there its own.
+    workspace = torch.empty(
+        library.workspace_bytes(
+            num_tokens,
+            qo_indptr.shape[0] - 1,
+            heads,
             max_nodes,
-            out,
-            lse,
-            workspace,
+            _processors(q.device.index),
             deterministic,
-        )
+        ),
+        dtype=torch.uint8,
+        device=q.device,
+    )
+    library.tree_verify_attention(
+        q,
+        kv_pool,
+        qo_indptr,
+        kv_indptr,
+        kv_indices,
+        draft_slots,
+        mask,
+        mask_indptr,
+        mask_layout,
+        sm_scale,
+        max_nodes,
+        out,
+        lse,
+        workspace,
+        deterministic,
+    )
 
 
 def _cpu(
@@ -231,6 +231,11 @@ def _cpu(
 
 def _meta(*_: object) -> None:
     """Nothing to infer: the operation returns nothing and writes tensors that its caller made."""
+
+
+def _capturing(device: torch.device) -> bool:
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache

@@ -39,11 +39,9 @@ class ConfigError(KdError):
     @classmethod
     def from_validation(cls, place: object, error: _Validation) -> ConfigError:
         """Every fault that a schema found in `place` (a path, usually), each with its field."""
-        faults = "; ".join(
-            f"field {'.'.join(str(part) for part in fault['loc']) or '(top level)'}: {_plain(fault)}"
-            for fault in error.errors()
-        )
-        return cls(f"{place}: {faults}")
+        faults = [(".".join(map(str, fault["loc"])), _plain(fault)) for fault in error.errors()]
+        told = "; ".join(f"field {field or '(top level)'}: {plain}" for field, plain in faults)
+        return cls(f"{place}: {told}")
 
 
 class UnknownName(ConfigError):
@@ -52,7 +50,8 @@ class UnknownName(ConfigError):
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         names = list(known)
         near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
-        hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(names) or 'none'}"
+        known_names = f"known: {', '.join(names) or 'none'}"
+        hint = f"did you mean {', '.join(near)}?" if near else known_names
         self.kind, self.name, self.near = kind, name, near
         super().__init__(f"unknown {kind} '{name}'", remedy=hint)
 
@@ -68,4 +67,6 @@ def _plain(fault: dict[str, Any]) -> str:
     if fault["type"] == "extra_forbidden":
         return "is not a known field"
     given = repr(fault.get("input"))
-    return message if len(given) > 60 or fault["type"] == "value_error" else f"{message}, got {given}"
+    if len(given) > 60 or fault["type"] == "value_error":
+        return message
+    return f"{message}, got {given}"

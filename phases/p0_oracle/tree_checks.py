@@ -64,14 +64,19 @@ def tree_equals_brute_force(
 
 
 @single_threaded
-def tree_has_properties(build: TreeBuilder, ctx: Context, *, examples: int = 300) -> list[Figure]:
+def tree_has_properties(
+    build: TreeBuilder, ctx: Context, *, examples: int = 300, shrink: bool = True
+) -> list[Figure]:
     """What holds for every tree, on inputs that hypothesis draws and, where it fails, shrinks.
 
     Parents precede children and lie one level up; weights are path sums and never rise; ranks have
     no holes; a larger budget only appends; impossible tokens are absent; `token_ids` renames and
     changes nothing else.
+
+    shrink: look for a smaller input that fails too, which takes some seconds.
     """
     seen = 0
+    steps = [hypothesis.Phase.generate, *([hypothesis.Phase.shrink] if shrink else [])]
 
     @hypothesis.seed(ctx.seed)
     @hypothesis.settings(
@@ -79,6 +84,7 @@ def tree_has_properties(build: TreeBuilder, ctx: Context, *, examples: int = 300
         database=None,
         deadline=None,
         report_multiple_bugs=False,
+        phases=steps,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
     @hypothesis.given(_INPUTS)

@@ -141,29 +141,33 @@ def graph_replay_bits(
 
 
 def no_host_sync(ctx: Context, *, device: torch.device = _CUDA) -> list[Figure]:
-    """A call waits for nothing, allocates nothing new, and launches what is documented."""
+    """A call waits for nothing, takes no new memory, is captured, launches what is documented."""
     size = Capacity()
     static = StaticBuffers(size, device=device, indptr_dtype=torch.int32, slot_dtype=torch.int64)
     _, inputs = draw_batch(size, torch.Generator().manual_seed(ctx.seed), device)
     static.fill(inputs)
-    _verify(static, size.layout, False)  # loads the library; its first launch may wait
+    for deterministic in (False, True):
+        _verify(static, size.layout, deterministic)  # loads the library, takes the first memory
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_stats(device)["num_device_alloc"]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for deterministic in (False, False):
+        for deterministic in (False, True):
             _verify(static, size.layout, deterministic)
-        tree_verify_attention(*static.tensors(), sm_scale=0.07, return_lse=True)
+        tree_verify_attention(*static.tensors(), sm_scale=0.07, out=static.out)
     except RuntimeError as error:
         raise GateFailure(FailureKind.LAUNCH, f"a call waits for the GPU: {error}") from error
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize(device)
+    grown = torch.cuda.memory_stats(device)["num_device_alloc"] - before
+    if grown:
+        raise GateFailure(FailureKind.LAUNCH, f"calls took memory from the driver {grown} times")
     replay = _captured(lambda: _verify(static, size.layout, False), device)
     replay()
-    torch.cuda.synchronize(device)
-    _verify(static, size.layout, False)
-    grown = torch.cuda.memory_stats(device)["num_device_alloc"] - before
     launched = _launched(lambda: _verify(static, size.layout, False))
+    if not launched:
+        raise ValueError("the profiler saw nothing of the GPU: what a call launches is not known")
     if len(launched) != _KERNELS_OF_A_CALL:
         raise GateFailure(
             FailureKind.LAUNCH,
@@ -172,7 +176,6 @@ def no_host_sync(ctx: Context, *, device: torch.device = _CUDA) -> list[Figure]:
         )
     return [
         Figure("operations of a call", len(launched), Unit.COUNT),
-        # A graph has a pool of its own, which takes one block for its workspace.
         Figure("allocations of the driver", grown, Unit.COUNT),
     ]
 

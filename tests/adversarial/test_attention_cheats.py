@@ -6,6 +6,7 @@ A cheat here is the honest kernel with one thing wrong, so what rejects it is th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -95,6 +96,7 @@ class Call:
 def kernel(body: Callable[[Call], tuple[torch.Tensor, torch.Tensor]]) -> Attention:
     """`body` with the operation's signature: a kernel that writes all of `out`."""
 
+    @functools.wraps(body)
     def attention(
         q: torch.Tensor,
         kv_pool: torch.Tensor,
@@ -387,7 +389,7 @@ def test_the_honest_kernel_passes(ctx: Context) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cheat", "kind"), CHEATS, ids=lambda value: getattr(value, "__name__", "")
+    ("cheat", "kind"), CHEATS, ids=lambda value: getattr(value, "__name__", str(value))
 )
 def test_a_cheat_is_rejected(cheat: Attention, kind: FailureKind, ctx: Context) -> None:
     with pytest.raises(GateFailure) as failure:
@@ -514,7 +516,7 @@ def test_tokens_tell(cheat: Attention, passes: bool, ctx: Context) -> None:
     sizes: dict[str, Any] = {"budgets": (16,), "batches": (4,), "prompts_each": 4, "new_tokens": 12}
     if passes:
         tokens = tokens_equal_oracle(cheat, ctx, dtype=BF16, **sizes)[0]
-        assert tokens.value > 0.9 * 4 * 12
+        assert tokens.value > 0.7 * 4 * 12  # behind a near tie that fell otherwise, none count
         return
     with pytest.raises(GateFailure) as failure:
         tokens_equal_oracle(cheat, ctx, dtype=BF16, **sizes)

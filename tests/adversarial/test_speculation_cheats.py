@@ -17,7 +17,7 @@ from kdtree_engine.reference.acceptance import (
 )
 from kdtree_engine.reference.speculative import Parts
 from kdtree_engine.reference.tree import DraftTree, build_draft_tree
-from phases.gate import Context, FailureKind, GateFailure
+from phases.gate import Context, FailureKind, Figure, GateFailure
 from phases.p0_oracle.acceptance_checks import compaction_moves_rows, sampling_keeps_distribution
 from phases.p0_oracle.tree_checks import tree_equals_brute_force, tree_has_properties
 from phases.token_checks import speculation_equals_plain
@@ -95,7 +95,11 @@ def ties_the_other_way(
     )
 
 
-@pytest.mark.parametrize("check", [tree_equals_brute_force, tree_has_properties])
+def drawn_trees_have_properties(build: Callable[..., DraftTree], ctx: Context) -> list[Figure]:
+    return tree_has_properties(build, ctx, examples=100, shrink=False)
+
+
+@pytest.mark.parametrize("check", [tree_equals_brute_force, drawn_trees_have_properties])
 @pytest.mark.parametrize("cheat", [breadth_first, one_node_short, ties_the_other_way])
 def test_a_wrong_tree_is_rejected(
     cheat: Callable[..., DraftTree], check: Callable[..., object], ctx: Context
@@ -106,7 +110,7 @@ def test_a_wrong_tree_is_rejected(
     assert "log_probs=" in str(failure.value)
 
 
-@pytest.mark.parametrize("check", [tree_equals_brute_force, tree_has_properties])
+@pytest.mark.parametrize("check", [tree_equals_brute_force, drawn_trees_have_properties])
 def test_the_honest_tree_passes(check: Callable[..., list[object]], ctx: Context) -> None:
     assert check(build_draft_tree, ctx)
 

@@ -72,7 +72,7 @@ class TinyMLAConfig:
     mlp: int = 96
     rope_base: float = 10000.0
     gain: float = 2.0
-    attention_gain: float = 4.0
+    attention_gain: float = 8.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -188,7 +188,8 @@ class TinyMLA:
 
         sizes = config
         head = sizes.nope + sizes.rope
-        self.embedding = weights(sizes.vocabulary, sizes.hidden, fan_in=1)
+        # Small against what the layers add: else the last token alone tends to decide the next.
+        self.embedding = weights(sizes.vocabulary, sizes.hidden, fan_in=16)
         # Not tied to the embedding: a tied one prefers to repeat the last token.
         self.unembedding = weights(sizes.hidden, sizes.vocabulary, fan_in=sizes.hidden)
         self.layers = [
