@@ -19,7 +19,7 @@ struct TileKernel {
 // The units that instantiate the kernel, each giving its functions.
 const void* tree_verify_short_bf16(int row_tile);  // stages of 16 tokens, at most 101,376 bytes: every part
 const void* tree_verify_short_fp16(int row_tile);
-const void* tree_verify_tall_bf16(int row_tile);   // stages of 32 tokens: sm_80 (163 KB) and sm_90 (227 KB)
+const void* tree_verify_tall_bf16(int row_tile);   // stages of 32 tokens, sm_90 only (227 KB)
 const void* tree_verify_tall_fp16(int row_tile);
 
 // Process-wide overrides for `kd tune`; 0 is the built-in choice.

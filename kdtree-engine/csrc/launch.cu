@@ -45,19 +45,19 @@ const TileKernel* find_tile(int row_tile, int block_tokens, int smem_limit) {
 // The tile for a launch whose requests have up to `rows` packed rows. In deterministic mode the choice
 // may depend on the part only: tiles differ in the order of their sums.
 const TileKernel* choose_tile(const DeviceInfo& device, int rows, bool deterministic) {
-  const int block = device.smem_optin >= 160 * 1024 ? 32 : 16;
+  const int block = device.cc == 90 ? 32 : 16;  // tall tiles are compiled for sm_90 only
   const Tuning& forced = tuning();
-  if (forced.row_tile)
+  if (forced.row_tile && (forced.block_tokens != 32 || device.cc == 90))
     if (const TileKernel* t = find_tile(forced.row_tile, forced.block_tokens ? forced.block_tokens : block,
                                         device.smem_optin))
       return t;
-  const int tallest = block == 32 ? (find_tile(72, 32, device.smem_optin) ? 72 : 24) : 32;
+  const int tallest = block == 32 ? 72 : 32;
   if (deterministic) return find_tile(24, block, device.smem_optin);
   const int sizes[] = {16, 24, 32, 40, 72};
   for (int size : sizes)
     if (size >= rows && size <= tallest)
       if (const TileKernel* t = find_tile(size, block, device.smem_optin)) return t;
-  // Several tiles: on the small parts 24 rows fit three heads' worth of nodes without padding.
+  // Several tiles: 72 and 48 rows (8 heads, 9 or 6 nodes) are whole tiles of 24, not of 32.
   if (block == 16 && rows % 24 == 0 && rows <= 96) return find_tile(24, block, device.smem_optin);
   return find_tile(tallest, block, device.smem_optin);
 }

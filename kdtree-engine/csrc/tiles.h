@@ -2,7 +2,7 @@
 //
 //   short: stages of 16 tokens and at most 101,376 bytes of shared memory, so that sm_89 and sm_120
 //          can pick any of them. Compiled for every architecture.
-//   tall:  stages of 32 tokens, for the parts with 163 KB (sm_80) or 227 KB (sm_90) a block.
+//   tall:  stages of 32 tokens, for sm_90's 227 KB a block. Other architectures get an empty body.
 #pragma once
 
 #include "tree_verify.cuh"

@@ -38,6 +38,13 @@ constexpr float kMaxSlack = 8.0f;
 // A reference for rows that have seen nothing: finite, so that exp2(-inf - reference) is 0, not NaN.
 constexpr float kNothing = -1e30f;
 
+// Shared memory that tiles are compiled for. sm_80 could hold 163 KB, which no tall tile fits.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr int kArchSmem = 232448;
+#else
+constexpr int kArchSmem = 101376;
+#endif
+
 constexpr int round_up(int x, int to) { return (x + to - 1) / to * to; }
 
 template <typename T_, int kRows_, int kBlock_, int kStages_, int kWarpsN_>
@@ -152,8 +159,8 @@ __device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece
     if (lane < kWarpRows) cp_async_4(slot_cell, kv.at(my_position(block)));
   };
   const auto fetched_slot = [&] {
-    cp_async_wait_all();
-    return reinterpret_cast<const volatile int*>(smem + C::kSlots)[copy_row + (lane & (kWarpRows - 1))];
+    cp_async_wait_all();  // for this lane's own copy only: a lane reads no other lane's cell
+    return lane < kWarpRows ? reinterpret_cast<const volatile int*>(smem + C::kSlots)[copy_row + lane] : 0;
   };
 #else
   // 64 of a row's 72 chunks of 16 bytes by the whole warp, the last 8 of its rows together.
@@ -560,20 +567,24 @@ __device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece
 
 template <class C>
 __global__ void __launch_bounds__(kThreads, 1) tree_verify_kernel(const __grid_constant__ TreeVerifyParams p) {
-  extern __shared__ __align__(128) char smem[];
-  Pipeline<C> pipe;
-  pipe.smem = smem_addr(smem);
-  launch_dependents();  // the merge may take its place; it waits for this grid's writes itself
+  if constexpr (C::kSmemBytes > kArchSmem) {
+    __trap();  // compiled for a part that cannot hold the tile: launch.cu never picks it there
+  } else {
+    extern __shared__ __align__(128) char smem[];
+    Pipeline<C> pipe;
+    pipe.smem = smem_addr(smem);
+    launch_dependents();  // the merge may take its place; it waits for this grid's writes itself
 #if KD_BULK_COPY
-  if (threadIdx.x == 0) {
-    for (int s = 0; s <= C::kStages; ++s) mbarrier_init(pipe.smem + C::kBarriers + s * 8, 1);
-    fence_mbarrier_init();
-  }
-  // Every thread sees the barriers after run_piece's first __syncthreads.
+    if (threadIdx.x == 0) {
+      for (int s = 0; s <= C::kStages; ++s) mbarrier_init(pipe.smem + C::kBarriers + s * 8, 1);
+      fence_mbarrier_init();
+    }
+    // Every thread sees the barriers after run_piece's first __syncthreads.
 #endif
-  Schedule schedule(p);
-  Piece piece;
-  while (schedule.next(piece)) run_piece<C>(p, piece, smem, pipe);
+    Schedule schedule(p);
+    Piece piece;
+    while (schedule.next(piece)) run_piece<C>(p, piece, smem, pipe);
+  }
 }
 
 }  // namespace kdtree

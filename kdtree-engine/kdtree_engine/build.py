@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import hashlib
+import json
 import os
 import pathlib
 import re
@@ -30,7 +31,15 @@ from kdtree_engine.resources import (
     with_dynamic_shared,
 )
 
-__all__ = ["ARCHITECTURES", "CSRC", "BuildReport", "CompileError", "build"]
+__all__ = [
+    "ARCHITECTURES",
+    "CSRC",
+    "BuildReport",
+    "CompileError",
+    "build",
+    "require_current",
+    "sources_digest",
+]
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_120")
 CSRC = pathlib.Path(__file__).parents[1] / "csrc"
@@ -128,8 +137,9 @@ def build(
         kernels = _readable(kernels)
         if faults := broken_limits(kernels):
             raise CompileError(f"{len(faults)} limits broken: " + "; ".join(faults))
+        digest = sources_digest(csrc)
         linked.replace(library)
-    return BuildReport(
+    report = BuildReport(
         library=library,
         kernels=tuple(kernels),
         compiled=sum(not item.reused for item in made),
@@ -137,6 +147,39 @@ def build(
         seconds=time.monotonic() - begin,
         nvcc=compiler.version,
     )
+    origin = {"sources": digest, "nvcc": report.nvcc, "seconds": round(report.seconds, 1)}
+    write_atomically(_origin_of(library), json.dumps(origin) + "\n")
+    return report
+
+
+def sources_digest(csrc: pathlib.Path = CSRC) -> str:
+    """SHA-256, in hex, over the names and bytes of everything in `csrc` that is compiled."""
+    digest = hashlib.sha256(_hash_headers(csrc).encode())
+    for source in sorted(csrc.rglob("*.cu")):
+        digest.update(source.relative_to(csrc).as_posix().encode() + b"\0")
+        digest.update(hashlib.sha256(source.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def require_current(library: pathlib.Path, csrc: pathlib.Path = CSRC) -> None:
+    """Raises CompileError where `library` was not built from `csrc` as it is now.
+
+    What is measured with a library is recorded under the hash of the sources, so the two must
+    belong together.
+    """
+    try:
+        origin = json.loads(_origin_of(library).read_text())
+    except (OSError, json.JSONDecodeError):
+        origin = {}
+    if origin.get("sources") != sources_digest(csrc):
+        raise CompileError(
+            f"{library} was not built from {csrc} as it is now", remedy="run `kd build`"
+        )
+
+
+def _origin_of(library: pathlib.Path) -> pathlib.Path:
+    """Beside the library: what it was built from."""
+    return library.with_suffix(".json")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 
@@ -88,9 +89,12 @@ def layouts_hold(ctx: Context, *, draws: int = 12) -> list[Figure]:
             # A longer, stale buffer must make no difference.
             longer = torch.cat([flat, torch.ones(50, dtype=flat.dtype)])
             for other in MaskLayout:
-                back = unpack_masks(longer, indptr, sizes, prefixes)
-                across, starts = pack_masks(back, prefixes, other)
-                again = unpack_masks(across, starts, sizes, prefixes)
+                try:
+                    back = unpack_masks(longer, indptr, sizes, prefixes)
+                    across, starts = pack_masks(back, prefixes, other)
+                    again = unpack_masks(across, starts, sizes, prefixes)
+                except ValueError as error:
+                    _fail(f"{layout.value} to {other.value} is refused: {error}")
                 for request, (mask, found) in enumerate(zip(masks, again, strict=True)):
                     if not torch.equal(mask, found):
                         _fail(f"{layout.value} to {other.value} changes the mask of {request}")
@@ -178,5 +182,5 @@ def _path(parents: Sequence[int], node: int) -> set[int]:
     return path
 
 
-def _fail(problem: str) -> None:
+def _fail(problem: str) -> NoReturn:
     raise GateFailure(FailureKind.NUMERICAL, problem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,9 +70,9 @@ def tree_has_properties(
 ) -> list[Figure]:
     """What holds for every tree, on inputs that hypothesis draws and, where it fails, shrinks.
 
-    Parents precede children and lie one level up; weights are path sums and never rise; ranks have
-    no holes; a larger budget only appends; impossible tokens are absent; `token_ids` renames and
-    changes nothing else.
+    The budget is used up as far as there are nodes; parents precede children and lie one level up;
+    weights are path sums and never rise; ranks have no holes; a larger budget only appends;
+    impossible tokens are absent; `token_ids` renames and changes nothing else.
 
     shrink: look for a smaller input that fails too, which takes some seconds.
     """
@@ -210,8 +211,10 @@ def _check_properties(
     tree = build(log_probs, budget, top_k, root_token=0)
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
     depths, log_weights = tree.depths.tolist(), tree.log_weights.tolist()
-    if len(tree) > budget + 1:
-        _fail(f"{len(tree) - 1} nodes exceed the budget", what)
+    wide = [min(int(row.isfinite().sum()), top_k or len(row)) for row in log_probs]
+    there = sum(itertools.accumulate(wide, operator.mul))
+    if len(tree) - 1 != min(budget, there):
+        _fail(f"there are {len(tree) - 1} nodes, of {there} that the budget is for", what)
     taken: dict[int, list[int]] = {}
     for node in range(1, len(tree)):
         parent, column, level = parents[node], tokens[node], depths[node] - 1
@@ -235,8 +238,6 @@ def _check_properties(
     larger = build(log_probs, budget + 1, top_k, root_token=0)
     if larger.tokens[: len(tree)].tolist() != tokens or len(larger) - len(tree) > 1:
         _fail("one more node of budget changes more than one node", what)
-    if len(larger) > len(tree) and len(tree) <= budget:
-        _fail("the tree stops short of its budget", what)
     named = build(log_probs, budget, top_k, root_token=0, token_ids=token_ids)
     wanted = [0] + [
         int(token_ids[depth - 1, token])

@@ -19,12 +19,13 @@ from kdtree_engine.reference.masks import MaskLayout
 from kdtree_engine.reference.tiny_mla import Attention
 from phases.attention_cases import AttentionCase, Content, Shape
 from phases.attention_checks import attention_matches_oracle
-from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
-from phases.p1_offline_kernel.candidates import (
+from phases.candidates import (
     operation,
+    require_current_library,
     with_poisoned_memory,
     with_stale_buffers,
 )
+from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
 
 __all__ = [
     "HEADS",
@@ -96,6 +97,7 @@ def kernel_matches_oracle(
     cases: Sequence[AttentionCase] | None = None,
 ) -> list[Figure]:
     """The kernel against the oracle: every standard case over the heads, then the large ones."""
+    require_current_library(device)
     if device.type == "cuda":
         candidate = with_poisoned_memory(candidate)
     groups: list[tuple[torch.dtype, tuple[int, ...], Sequence[AttentionCase] | None]]
@@ -128,6 +130,7 @@ def kernel_traps(
     cases: Sequence[AttentionCase] | None = None,
 ) -> list[Figure]:
     """Cases that public reports of other kernels name, with stale buffers and poisoned memory."""
+    require_current_library(device)
     if device.type == "cuda":
         candidate = with_poisoned_memory(candidate)
     return attention_matches_oracle(
@@ -142,6 +145,7 @@ def kernel_traps(
 
 def kernel_memcheck(ctx: Context) -> list[Figure]:
     """compute-sanitizer finds nothing in a reduced set of calls, run in a process of its own."""
+    require_current_library(_CUDA)
     tools = ("memcheck", "racecheck")
     for done, tool in enumerate(tools):
         ctx.progress(done, len(tools), tool)

@@ -12,7 +12,7 @@ import torch
 
 from kdtree_engine.reference.masks import MaskLayout
 from phases.attention_cases import AttentionCase, make_inputs
-from phases.p1_offline_kernel.candidates import naive_kernel, operation
+from phases.candidates import naive_kernel, operation
 
 __all__ = ["run"]
 

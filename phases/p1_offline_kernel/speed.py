@@ -9,9 +9,9 @@ import torch
 from kdtree_engine.attention import tree_verify_attention
 from kdtree_engine.reference.tiny_mla import Attention
 from kdtree_engine.timing import Tensors, copy_bandwidth
+from phases.candidates import naive_kernel_with_full_mask
 from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
-from phases.p1_offline_kernel.candidates import naive_kernel_with_full_mask
-from phases.p1_offline_kernel.regimes import Regime, time_regime
+from phases.regimes import Regime, time_regime
 
 __all__ = ["LEAST_SPEEDUP", "kernel_speed"]
 

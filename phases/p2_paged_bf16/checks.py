@@ -16,19 +16,19 @@ from kdtree_engine.reference.tiny_mla import Attention
 from kdtree_engine.schedule import workspace_bytes
 from phases.attention_cases import AttentionCase, huge_slot_case
 from phases.attention_checks import attention_matches_oracle
-from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
-from phases.p1_offline_kernel.candidates import (
+from phases.candidates import (
     operation,
     with_poisoned_memory,
     with_stale_buffers,
 )
+from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
 from phases.p1_offline_kernel.checks import (
     kernel_matches_oracle,
     merged,
     split_kv_matches_oracle,
     trap_cases,
 )
-from phases.p1_offline_kernel.regimes import problem_with
+from phases.regimes import problem_with
 from phases.token_checks import tokens_equal_oracle
 
 __all__ = [

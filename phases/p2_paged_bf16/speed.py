@@ -10,7 +10,7 @@ from kdtree_engine.attention import tree_verify_attention
 from kdtree_engine.reference.tiny_mla import Attention
 from kdtree_engine.timing import copy_bandwidth
 from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
-from phases.p1_offline_kernel.regimes import Regime, time_regime
+from phases.regimes import Regime, time_regime
 
 __all__ = ["MOST_OVER_CONTIGUOUS", "paged_speed"]
 

@@ -2,7 +2,7 @@
 
 from phases.gate import Gate
 from phases.p4_capture_safety import checks
-from phases.phase import Phase
+from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
 
 _SOURCES = ("kdtree-engine/csrc/*",)
@@ -45,4 +45,5 @@ PHASE = Phase(
             requires=(Requirement.GPU, Requirement.SGLANG),
         ),
     ),
+    profile=ServiceProfile(arguments=("--attention-backend", "kdtree_mla")),
 )

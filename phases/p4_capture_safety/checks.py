@@ -11,6 +11,7 @@ from kdtree_engine import reference
 from kdtree_engine.attention import tree_verify_attention
 from kdtree_engine.reference.masks import MaskLayout
 from phases.attention_cases import AttentionCase, make_inputs
+from phases.candidates import require_current_library
 from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
 from phases.p4_capture_safety.buffers import Capacity, StaticBuffers, draw_batch
 
@@ -91,6 +92,7 @@ def graph_replay_bits(
         (MaskLayout.DRAFT, torch.int32, torch.int32, True),
         (MaskLayout.PACKED, torch.int64, torch.int32, False),
     ]
+    require_current_library(device)
     replays = smaller = 0
     worst = 0.0
     for place, (layout, indptr_dtype, slot_dtype, deterministic) in enumerate(settings):
@@ -142,6 +144,7 @@ def graph_replay_bits(
 
 def no_host_sync(ctx: Context, *, device: torch.device = _CUDA) -> list[Figure]:
     """A call waits for nothing, takes no new memory, is captured, launches what is documented."""
+    require_current_library(device)
     size = Capacity()
     static = StaticBuffers(size, device=device, indptr_dtype=torch.int32, slot_dtype=torch.int64)
     _, inputs = draw_batch(size, torch.Generator().manual_seed(ctx.seed), device)

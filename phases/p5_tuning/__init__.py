@@ -2,7 +2,7 @@
 
 from phases.gate import Gate, GateKind
 from phases.p5_tuning import checks
-from phases.phase import Phase
+from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
 
 _SOURCES = ("kdtree-engine/csrc/*",)
@@ -46,4 +46,5 @@ PHASE = Phase(
             requires=(Requirement.GPU,),
         ),
     ),
+    profile=ServiceProfile(arguments=("--attention-backend", "kdtree_mla")),
 )

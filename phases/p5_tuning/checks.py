@@ -11,8 +11,9 @@ from kdtree_engine.attention import tree_verify_attention
 from kdtree_engine.build import CompileError, build
 from kdtree_engine.reference.tiny_mla import Attention
 from kdtree_engine.timing import copy_bandwidth, matmul_rate
+from phases.candidates import require_current_library
 from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
-from phases.p1_offline_kernel.regimes import Regime, time_regime
+from phases.regimes import Regime, time_regime
 
 __all__ = [
     "TARGETS",
@@ -68,6 +69,7 @@ def deterministic_bits(
         devices = [_CPU, _CUDA] if torch.cuda.is_available() else [_CPU]
     calls = differing = 0
     for device in devices:
+        require_current_library(device)
         requests = _Requests(ctx.seed, device)
         everyone = range(len(requests.prefixes))
         alone = [requests.call(candidate, [one], deterministic=True)[0] for one in everyone]

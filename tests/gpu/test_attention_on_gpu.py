@@ -10,8 +10,8 @@ import torch
 
 from kdtree_engine.attention import tree_verify_attention
 from phases.attention_cases import AttentionCase, AttentionInputs, make_inputs
-from phases.p1_offline_kernel.candidates import naive_kernel
-from phases.p1_offline_kernel.regimes import problem_with
+from phases.candidates import naive_kernel
+from phases.regimes import problem_with
 
 pytestmark = [
     pytest.mark.gpu,

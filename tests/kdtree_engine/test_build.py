@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import shutil
 
 import pytest
 
-from kdtree_engine.build import ARCHITECTURES, BuildReport, CompileError, build
+from kdtree_engine.build import (
+    ARCHITECTURES,
+    BuildReport,
+    CompileError,
+    build,
+    require_current,
+    sources_digest,
+)
 from kdtree_engine.errors import MissingError
 from kdtree_engine.library import load
 
@@ -108,3 +116,19 @@ def test_without_sources_it_says_so(tmp_path: pathlib.Path) -> None:
     (tmp_path / "csrc").mkdir()
     with pytest.raises(MissingError, match=r"no CUDA sources in .*csrc"):
         built(tmp_path / "csrc")
+
+
+def test_a_library_belongs_to_the_sources_it_was_built_from(tmp_path: pathlib.Path) -> None:
+    csrc, library = tmp_path / "csrc", tmp_path / "lib.so"
+    csrc.mkdir()
+    (csrc / "kernel.cu").write_text("1")
+    (tmp_path / "lib.json").write_text(json.dumps({"sources": sources_digest(csrc)}))
+    require_current(library, csrc)
+    for change in ("kernel.cu", "header.cuh"):
+        (csrc / change).write_text("2")
+        with pytest.raises(CompileError, match=r"was not built from .* \(run `kd build`\)"):
+            require_current(library, csrc)
+        (tmp_path / "lib.json").write_text(json.dumps({"sources": sources_digest(csrc)}))
+    (tmp_path / "lib.json").unlink()
+    with pytest.raises(CompileError):
+        require_current(library, csrc)

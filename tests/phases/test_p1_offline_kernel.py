@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from kdtree_engine import build
+from phases import candidates
 from phases.attention_cases import AttentionCase
 from phases.gate import Context, FailureKind, GateFailure, GateKind
-from phases.p1_offline_kernel import PHASE, candidates, checks, sanitized, speed
-from phases.p1_offline_kernel.regimes import Regime, draw, problem_with, time_regime
+from phases.p1_offline_kernel import PHASE, checks, sanitized, speed
+from phases.regimes import Regime, draw, problem_with, time_regime
 from phases.requirement import Requirement
 
 CPU = torch.device("cpu")

@@ -12,10 +12,10 @@ import torch
 from kdtree_engine.errors import MissingError
 from kdtree_engine.schedule import workspace_bytes
 from phases.attention_cases import AttentionCase
+from phases.candidates import operation
 from phases.gate import Context, FailureKind, GateFailure
-from phases.p1_offline_kernel.candidates import operation
-from phases.p1_offline_kernel.regimes import Regime
 from phases.p2_paged_bf16 import PHASE, checks, speed
+from phases.regimes import Regime
 from phases.requirement import Requirement
 
 CPU = torch.device("cpu")

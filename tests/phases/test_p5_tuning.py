@@ -13,8 +13,8 @@ from kdtree_engine.attention import tree_verify_attention
 from kdtree_engine.build import BuildReport
 from kdtree_engine.resources import KernelResources
 from phases.gate import Context, FailureKind, GateFailure, GateKind
-from phases.p1_offline_kernel.regimes import Regime
 from phases.p5_tuning import PHASE, checks
+from phases.regimes import Regime
 
 CPU = torch.device("cpu")
 SMALL = Regime(1, 8, 3, 200)

@@ -53,6 +53,16 @@ def test_positions_matter() -> None:
     assert (logits[0] - logits[1]).norm() > 0.01 * logits[0].norm()
 
 
+def test_only_distances_matter() -> None:
+    """Queries and keys turn alike, so a sequence that stands elsewhere has the same logits."""
+    model = TinyMLA(TinyMLAConfig(), seed=SEED)
+    logits = []
+    for start in (0, 1000):
+        batch = TreeBatch.of([[1, 2, 3]], [range(start, start + 3)], [[0, 1, 2]], [[]], None)
+        logits.append(model.forward_absorbed(batch, model.new_pools(3), tree_verify_attention))
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_greedy_decoding_wanders(seed: int) -> None:
     """A model that repeats itself would hide a token that is late or stale."""

@@ -13,6 +13,7 @@ from kdtree_engine.reference.masks import MaskLayout, pack_masks, tree_mask
 from kdtree_engine.reference.tiny_mla import Attention
 from kdtree_engine.timing import Tensors, Timing, WrongResult, time_operation
 from phases.attention_cases import Shape, random_parents
+from phases.candidates import require_current_library
 from phases.gate import FailureKind, GateFailure
 
 __all__ = ["FLOPS_PER_ROW_AND_TOKEN", "Regime", "draw", "problem_with", "time_regime"]
@@ -117,6 +118,7 @@ def time_regime(
     The layout is named, so that nothing is read back; max_nodes is, as a backend knows it.
     prepare: turns the drawn tensors into those that are called with, None for as they are.
     """
+    require_current_library(device)
     make = functools.partial(draw, regime, device=device, scattered=scattered)
 
     def call(*tensors: torch.Tensor) -> torch.Tensor:

@@ -8,13 +8,16 @@ from typing import Any
 import torch
 
 from kdtree_engine.attention import tree_verify_attention
-from kdtree_engine.library import kernels
+from kdtree_engine.build import CompileError, require_current
+from kdtree_engine.library import kernels, library_path
 from kdtree_engine.reference.masks import mask_layout
+from phases.gate import FailureKind, GateFailure
 
 __all__ = [
     "naive_kernel",
     "naive_kernel_with_full_mask",
     "operation",
+    "require_current_library",
     "with_poisoned_memory",
     "with_stale_buffers",
 ]
@@ -22,6 +25,16 @@ __all__ = [
 _LAYOUT_CODES = {None: 0, "full": 1, "draft": 2, "packed": 3}
 _POISON_BYTES = 320_000_000
 """More than any workspace, so that torch's allocator has no clean block to hand out."""
+
+
+def require_current_library(device: torch.device) -> None:
+    """Fails the gate where a GPU is judged with a library that csrc, as it is, did not make."""
+    if device.type != "cuda":
+        return
+    try:
+        require_current(library_path())
+    except CompileError as error:
+        raise GateFailure(FailureKind.COMPILE, str(error)) from error
 
 
 def operation(*tensors: torch.Tensor | None, **options: Any) -> Any:
