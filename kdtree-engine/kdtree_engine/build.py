@@ -54,7 +54,7 @@ _FLAGS = (
     "-Xptxas=-v,--warning-as-error",
     "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Werror",
 )
-_ONLY_FOR = {"tree_verify_tall_": ("sm_80", "sm_90")}
+_ONLY_FOR = {"tree_verify_tall_": ("sm_90",)}
 """Sources, by how their name begins, that only some architectures can run: these tiles take more
 shared memory than a block of the others gets."""
 _ARCH_LIST = " ".join((*ARCHITECTURES, *_PTX))
