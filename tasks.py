@@ -617,8 +617,8 @@ def _this_machine() -> Machine:
 
 def _machine_of(host_name: str) -> Machine:
     """The facts of a host, read there through its transport."""
+    from remote.connection import connect
     from remote.facts import read_facts
-    from remote.transport import connect
 
     host = _host(host_name)
     transport = connect(host)
@@ -630,7 +630,7 @@ def _machine_of(host_name: str) -> Machine:
 
 def _local_machine(host_name: str) -> Machine:
     """This machine, after making sure that `host_name` means this machine."""
-    from remote.transport import connect
+    from remote.connection import connect
 
     connect(_host(host_name)).close()
     return _this_machine()

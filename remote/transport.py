@@ -5,14 +5,9 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from kdtree_engine.errors import MissingError
-
-if TYPE_CHECKING:
-    from remote.inventory import Host
-
-__all__ = ["Completed", "Transport", "connect"]
+__all__ = ["Completed", "Transport"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,15 +75,3 @@ class Transport(Protocol):
     def close(self) -> None:
         """Let the connection go. May be called twice."""
         ...
-
-
-def connect(host: Host) -> Transport:
-    """A transport to `host`. Raises MissingError for hosts that need SSH."""
-    if host.kind == "local":
-        from remote.local import LocalTransport
-
-        return LocalTransport(host.name)
-    raise MissingError(
-        f"host {host.name} is reached over SSH, which this version cannot do yet",
-        remedy="use --host local",
-    )

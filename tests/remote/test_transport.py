@@ -15,9 +15,10 @@ import pytest
 
 from kdtree_engine.errors import MissingError
 from remote import local
+from remote.connection import connect
 from remote.errors import CommandFailed, CommandTimeout, TransportError
 from remote.inventory import LocalHost, SshHost
-from remote.transport import Completed, Transport, connect
+from remote.transport import Completed, Transport
 
 LOCAL = LocalHost(name="local", kind="local", root="/tmp/kd")
 CT200 = SshHost(
