@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
-from kdtree_engine.errors import KdError, MissingError, UnknownName
+from kdtree_engine.errors import ConfigError, KdError, MissingError, UnknownName
+from phases.exit_code import ExitCode
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,24 +63,30 @@ def cli(debug: bool) -> None:
 
 def main() -> None:
     """The console script: one line for an error, and honest exit codes."""
-    debug = "--debug" in sys.argv[1:] or bool(os.environ.get("KD_DEBUG"))
+    debug = "--debug" in sys.argv[1:] or os.environ.get("KD_DEBUG", "0") not in ("", "0")
     try:
         code = cli.main(prog_name="kd", standalone_mode=False)
     except click.ClickException as error:
         error.show()
-        code = 2
+        code = ExitCode.USAGE
     except (click.Abort, KeyboardInterrupt):
         click.echo("kd: interrupted", err=True)
-        code = 130
+        code = ExitCode.INTERRUPTED
     except BrokenPipeError:  # the reader went away, as in `kd status | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
-    except KdError as error:
+    except (KdError, OSError) as error:
         if debug:
             raise
-        click.echo(f"kd: {error}", err=True)
-        code = 3 if isinstance(error, MissingError) else 2
+        click.echo(f"kd: {_one_line(error)}", err=True)
+        code = ExitCode.BLOCKED if isinstance(error, MissingError) else ExitCode.USAGE
     sys.exit(code)
+
+
+def _one_line(error: KdError | OSError) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split())
 
 
 # ---------------------------------------------------------------------------------------------
@@ -89,7 +97,7 @@ def _completing(names: Callable[[], Iterable[str]]) -> Callable[..., list[Comple
     def complete(ctx: click.Context, param: click.Parameter, word: str) -> list[CompletionItem]:
         try:
             return [CompletionItem(name) for name in names() if name.startswith(word)]
-        except KdError:
+        except Exception:  # a shell that asks for names wants no traceback
             return []
 
     return complete
@@ -141,7 +149,13 @@ def _run_options(command: Callable[..., None]) -> Callable[..., None]:
             type=click.Choice(["gpu", "nvcc", "sanitizer", "sglang", "service"]),
             help="Count gates that are blocked for lack of this as failed. Repeatable.",
         ),
-        click.option("--seed", default=1, show_default=True, help="Seed of every random draw."),
+        click.option(
+            "--seed",
+            type=click.IntRange(0, 2**31 - 1),
+            default=1,
+            show_default=True,
+            help="Seed of every random draw.",
+        ),
         click.option("--no-input", is_flag=True, help="Never ask anything (kd never does)."),
         _json_option,
     ):
@@ -239,7 +253,11 @@ def phase_run(
     named = phases if "all" in wanted else [find_phase(phases, name) for name in wanted]
     chosen = [phase for phase in phases if phase in named]
     for name in only:
-        find_gate(chosen, name)
+        owner, _ = find_gate(phases, name)
+        if owner not in chosen:
+            raise ConfigError(
+                f"gate {name} is one of {owner.package}", remedy=f"kd phase run {owner.number}"
+            )
     record = _run(select(chosen, only), host_name, fail_fast, seed, as_json)
     ctx.exit(_report(record, phases, require, as_json))
 
@@ -475,7 +493,7 @@ def evidence_keep(run: str, name: str | None) -> None:
     """Copy one run's record to plans/evidence/, to be committed."""
     store = _store(_checkout())
     record = store.find(run)
-    click.echo(store.keep(record, name or record.run))
+    click.echo(store.keep(record, record.run if name is None else name, _phases()))
 
 
 @evidence_group.command("tables")
@@ -741,7 +759,8 @@ class _Watch:
         if self._console.is_terminal:
             self._console.print(line, markup=False, highlight=False)
         else:
-            click.echo(line, err=True)
+            with contextlib.suppress(OSError):  # nobody reads on: no reason to stop a run
+                click.echo(line, err=True)
 
 
 def _console(stderr: bool = False) -> Console:
@@ -767,7 +786,9 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(*columns, header_style="bold")
+        table = Table(header_style="bold")
+        for column in columns:
+            table.add_column(column, overflow="fold")  # a name that is cut cannot be typed
         for row in rows:
             table.add_row(
                 *(

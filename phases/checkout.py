@@ -12,6 +12,9 @@ from kdtree_engine.errors import ConfigError
 __all__ = ["Checkout", "find_checkout"]
 
 
+_CODE = ("phases/", "kdtree-engine/", "remote/", "tasks.py")
+
+
 @dataclasses.dataclass(frozen=True)
 class Checkout:
     """A checkout at `root`, with what `kd` writes kept under `state` (not committed)."""
@@ -32,6 +35,11 @@ class Checkout:
         return self.state / "evidence"
 
     @property
+    def scratch(self) -> pathlib.Path:
+        """Scratch folders of gates; what a killed run left there goes when the next one starts."""
+        return self.state / "scratch"
+
+    @property
     def logs(self) -> pathlib.Path:
         return self.state / "logs"
 
@@ -40,7 +48,9 @@ class Checkout:
         return self.root / "remote" / "hosts.yaml"
 
     def revision(self) -> tuple[str | None, bool | None]:
-        """The commit and whether tracked files differ from it; (None, None) where neither is known.
+        """The commit and whether the code differs from it; (None, None) where neither is known.
+
+        A new file counts where code lies, as it can be imported; elsewhere it does not.
 
         A copy of the tree without its .git (a release on a host, say) states the revision that it
         was made from in KD_REVISION; whether it was changed since is then unknown.
@@ -48,8 +58,12 @@ class Checkout:
         commit = self._git("rev-parse", "HEAD")
         if commit is None:
             return os.environ.get("KD_REVISION") or None, None
-        changes = self._git("status", "--porcelain", "--untracked-files=no")
-        return commit, None if changes is None else changes != ""
+        changes = self._git("status", "--porcelain", "--untracked-files=normal")
+        if changes is None:
+            return commit, None
+        new = tuple(f"?? {room}" for room in _CODE)
+        lines = changes.splitlines()
+        return commit, any(line[:2] != "??" or line.startswith(new) for line in lines)
 
     def _git(self, *arguments: str) -> str | None:
         if not (self.root / ".git").exists():

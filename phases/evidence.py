@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 import pathlib
+import re
 import secrets
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Self
@@ -27,6 +28,7 @@ __all__ = [
     "Evidence",
     "FigureRecord",
     "GateRecord",
+    "Platform",
     "Proof",
     "ProofEntry",
     "Record",
@@ -34,6 +36,7 @@ __all__ = [
     "load_record",
     "new_run_id",
     "now",
+    "unfounded",
 ]
 
 _Digest = Annotated[str, pydantic.Field(pattern=r"^[0-9a-f]{64}$")]
@@ -78,12 +81,35 @@ class ProofEntry(_Model):
     content: _Digest
 
 
+class Platform(_Model):
+    """What of a machine a proof of correctness holds for: another driver is another machine."""
+
+    hostname: str
+    gpus: tuple[str, ...]
+    driver: str | None
+    cuda: str | None
+    torch: str | None
+
+    @classmethod
+    def of(cls, machine: Machine) -> Self:
+        gpus = (
+            f"{gpu.name} sm_{gpu.capability[0]}{gpu.capability[1]}" for gpu in machine.usable_gpus
+        )
+        return cls(
+            hostname=machine.hostname,
+            gpus=tuple(gpus),
+            driver=machine.driver,
+            cuda=machine.cuda,
+            torch=machine.torch,
+        )
+
+
 class Proof(_Model):
     """That every correctness gate of a phase passed on a host. `Store.prove` alone makes one."""
 
     phase: str
     host: str
-    hostname: str
+    platform: Platform
     gates: Mapping[str, ProofEntry] = pydantic.Field(min_length=1)
 
 
@@ -145,8 +171,10 @@ class Record(_Model):
     def _proofs_are_of_this_host(self) -> Self:
         for gate in self.gates:
             proof = gate.proof
-            if proof and (proof.host, proof.hostname) != (self.host, self.machine.hostname):
+            if proof and proof.host != self.host:
                 raise ValueError(f"the proof of {gate.gate} is from another host, {proof.host}")
+            if proof and proof.platform != Platform.of(self.machine):
+                raise ValueError(f"the proof of {gate.gate} is from another machine or driver")
         names = [gate.gate for gate in self.gates]
         if len(set(names)) < len(names):
             raise ValueError("a gate stands twice in one run")
@@ -185,14 +213,56 @@ def new_run_id() -> str:
 
 def load_record(path: pathlib.Path) -> Record:
     """The record at `path`. Raises ConfigError naming the file and the field."""
+    remedy = "move the file away"
     try:
-        fields: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path}: is not JSON: {error}", remedy="move the file away") from error
+        fields: Any = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}", remedy=remedy) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: is not JSON: {error}", remedy=remedy) from error
     try:
         return Record.model_validate(fields)
     except pydantic.ValidationError as error:
         raise ConfigError.from_validation(path, error) from error
+
+
+def unfounded(record: Record, phases: Iterable[Phase], known: Iterable[Record]) -> list[str]:
+    """What is wrong with the proofs in `record`, one line each: what its model alone cannot see.
+
+    A proof must cover just the correctness gates that its phase declares, and each run that it
+    names must be among `known`, or be `record` itself, with that gate passed on that content.
+    """
+    passed = {
+        (other.run, entry.gate, entry.content)
+        for other in (*known, record)
+        for entry in other.gates
+        if entry.status is Status.PASSED
+    }
+    declared = {phase.package: {gate.name for gate in phase.correctness_gates} for phase in phases}
+    found: list[str] = []
+    for entry in record.gates:
+        if entry.proof is None:
+            continue
+        if set(entry.proof.gates) != declared.get(entry.phase):
+            found.append(f"the proof of {entry.gate} does not cover the gates of {entry.phase}")
+        found += [
+            f"the proof of {entry.gate} names {name} of run {at.run}, where it did not pass so"
+            for name, at in entry.proof.gates.items()
+            if (at.run, name, at.content) not in passed
+        ]
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the field '{twice}' stands there twice")
+    return fields
+
+
+_KEPT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,79}")
 
 
 class Store:
@@ -209,29 +279,59 @@ class Store:
         return path
 
     def own_records(self) -> list[Record]:
-        return _read_all(self._own)
+        """The records of this checkout's own runs, oldest first."""
+        records = []
+        for path in sorted(self._own.glob("*.json")):
+            record = load_record(path)
+            if record.run != path.stem:
+                raise ConfigError(f"{path}: field run: {record.run} is not the file's name")
+            records.append(record)
+        return records
 
     def kept_records(self) -> dict[str, Record]:
         """Kept records by the name that they are kept under."""
         return {path.stem: load_record(path) for path in sorted(self._kept.glob("*.json"))}
 
     def find(self, run: str) -> Record:
-        """The record whose run id is, or begins with, `run`; `latest` is the newest one."""
-        records = self.own_records()
+        """The record whose run id is, or begins with, `run`, or that is kept under that name.
+
+        `latest` is the newest of this checkout's own.
+        """
+        records, kept = self.own_records(), self.kept_records()
         if run == "latest" and records:
             return records[-1]
-        matches = [record for record in records if record.run.startswith(run)]
+        if run in kept:
+            return kept[run]
+        matches = [record for record in records if run and record.run.startswith(run)]
         if len(matches) != 1:
-            raise UnknownName("run", run, [record.run for record in reversed(records)][:10])
+            known = [*(record.run for record in reversed(records[-10:])), *kept]
+            raise UnknownName("run", run, known)
         return matches[0]
 
-    def keep(self, record: Record, name: str) -> pathlib.Path:
-        """Copy `record` to the repository's kept evidence as `name`.json."""
+    def keep(self, record: Record, name: str, phases: Iterable[Phase]) -> pathlib.Path:
+        """Copy `record` to the repository's kept evidence as `name`.json.
+
+        Raises ConfigError for a record that never finished or whose proofs do not hold, a name
+        that is no plain file name, and a name that another record has.
+        """
         path = self._kept / f"{name}.json"
+        if _KEPT_NAME.fullmatch(name) is None:
+            raise ConfigError(
+                f"'{name}' cannot name a kept record",
+                remedy="at most 80 letters, digits, '_', '-' and '.', a letter or digit first",
+            )
         if record.finished is None:
             raise ConfigError(
                 f"run {record.run} never finished", remedy="run it again, then keep that"
             )
+        kept = self.kept_records()
+        if kept.get(name, record) != record:
+            raise ConfigError(
+                f"{path} keeps another run, {kept[name].run}",
+                remedy="choose another name, or remove that file first",
+            )
+        if faults := unfounded(record, phases, [*self.own_records(), *kept.values()]):
+            raise ConfigError(f"run {record.run}: " + "; ".join(faults))
         write_atomically(path, record.as_text())
         return path
 
@@ -258,9 +358,13 @@ class Store:
             seen[record.host, record.machine.hostname] = record.machine
         return [(host, machine) for (host, _), machine in seen.items()]
 
-    def prove(self, phase: Phase, host: str, hostname: str) -> Proof | list[str]:
-        """The proof that every correctness gate of `phase` passed, or the list of what lacks."""
-        evidence = self.newest([phase], host, hostname)
+    def prove(self, phase: Phase, host: str, machine: Machine) -> Proof | list[str]:
+        """The proof that every correctness gate of `phase` passed, or the list of what lacks.
+
+        On `machine`, with its GPUs, driver, CUDA and torch as they are now.
+        """
+        platform = Platform.of(machine)
+        evidence = self.newest([phase], host, machine.hostname)
         lacking: list[str] = []
         entries: dict[str, ProofEntry] = {}
         for gate in phase.correctness_gates:
@@ -270,14 +374,18 @@ class Store:
             elif not known.proves or known.gate.content is None:
                 stale = ", and the code has changed since" if known.stale else ""
                 lacking.append(f"{gate.name} {known.gate.status}{stale}")
+            elif Platform.of(known.record.machine) != platform:
+                lacking.append(f"{gate.name} passed with another GPU, driver, CUDA or torch")
             else:
                 entries[gate.name] = ProofEntry(run=known.record.run, content=known.gate.content)
         if lacking or not entries:
             return lacking or ["the phase has no correctness gate"]
-        return Proof(phase=phase.package, host=host, hostname=hostname, gates=entries)
+        return Proof(phase=phase.package, host=host, platform=platform, gates=entries)
 
     def _is_stale(self, phase: Phase, gate: Gate, entry: GateRecord) -> bool:
         """Whether the code has changed: the gate's own, or what a speed figure's proof rests on."""
+        if entry.content is None:
+            return False  # it never ran: there is nothing that could have gone stale
         if gate_content(self._root, gate) != entry.content:
             return True
         if entry.proof is None:
@@ -286,8 +394,3 @@ class Store:
         return proved != {
             gate.name: gate_content(self._root, gate) for gate in phase.correctness_gates
         }
-
-
-def _read_all(folder: pathlib.Path) -> list[Record]:
-    """Every record in `folder`, oldest first."""
-    return [load_record(path) for path in sorted(folder.glob("*.json"))]

@@ -13,10 +13,12 @@ import enum
 import pathlib
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import frontmatter
 import pydantic
 import yaml
+from frontmatter.default_handlers import YAMLHandler
 
 from kdtree_engine.errors import ConfigError, UnknownName
 from phases.phase import Phase
@@ -40,11 +42,12 @@ class PlanStatus(enum.StrEnum):
 class _FrontMatter(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
-    id: int = pydantic.Field(ge=0, le=9999)
+    # Strict numbers: `phase: true` is a mistake and not phase 1.
+    id: pydantic.StrictInt = pydantic.Field(ge=0, le=9999)
     title: str = pydantic.Field(min_length=1)
-    phase: int | None
+    phase: pydantic.StrictInt | None
     status: PlanStatus
-    depends_on: tuple[int, ...]
+    depends_on: tuple[pydantic.StrictInt, ...]
     date: datetime.date
     decision: str | None
     reopen_when: str | None
@@ -56,6 +59,26 @@ class _FrontMatter(pydantic.BaseModel):
         if self.status is PlanStatus.DEFERRED and not self.reopen_when:
             raise ValueError("'reopen_when' is required where status is deferred")
         return self
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key that stands twice is a fault: plain YAML keeps the last in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the field '{key}' stands there twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+class _FrontMatterHandler(YAMLHandler):
+    def load(self, fm: str, **kwargs: object) -> Any:
+        return yaml.load(fm, Loader=_UniqueKeys)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,10 +165,13 @@ def _load(path: pathlib.Path) -> Plan:
     if name is None:
         raise ConfigError(f"{path}: a plan's file is called NNNN-slug.md", remedy="rename it")
     try:
-        fields, text = frontmatter.parse(path.read_text(encoding="utf-8"))
+        source = path.read_text(encoding="utf-8-sig")
+        fields, text = frontmatter.parse(source, handler=_FrontMatterHandler())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8: {error}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path}: front matter is not YAML: {' '.join(str(error).split())}"
         ) from error

@@ -20,7 +20,11 @@ def load_phases() -> list[Phase]:
     names = [module.name for module in pkgutil.iter_modules(_phases.__path__) if module.ispkg]
     found: list[Phase] = []
     for name in names:
-        phase = importlib.import_module(f"phases.{name}").PHASE
+        try:
+            phase: Phase = importlib.import_module(f"phases.{name}").PHASE
+        except Exception as error:  # whatever a broken package raises is told in one line
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ConfigError(f"phases/{name}: cannot be imported: {said}") from error
         if phase.package != name:
             raise ConfigError(f"phases/{name}: declares phase {phase.number}, '{phase.name}'")
         found.append(phase)

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kdtree_engine.machine import Machine
 from phases.evidence import Evidence, FigureRecord, GateRecord, Record
+from phases.exit_code import ExitCode
 from phases.gate import Gate, Status, Unit
 from phases.phase import Phase
 from phases.requirement import Requirement
 
 __all__ = [
     "GATE_COLUMNS",
-    "ExitCode",
     "counts",
     "ending",
     "exit_code",
@@ -27,16 +27,6 @@ __all__ = [
 
 
 GATE_COLUMNS = ("phase", "gate", "status", "figure", "seconds")
-
-
-class ExitCode:
-    """What `kd` exits with. `kd --help` and README state the same list."""
-
-    PASSED = 0
-    FAILED = 1
-    USAGE = 2
-    BLOCKED = 3
-    INTERRUPTED = 130
 
 
 def exit_code(

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import filelock
 
-from kdtree_engine.errors import ConfigError
+from kdtree_engine.errors import ConfigError, KdError
 from kdtree_engine.machine import Machine
 from phases.checkout import Checkout
 from phases.content import gate_content
@@ -95,6 +96,8 @@ def run(
     if not selection:
         raise ConfigError("no gate is selected")
     with _alone(checkout), _signals_interrupt():
+        store.newest([], host, machine.hostname)  # a broken record is better met now than later
+        shutil.rmtree(checkout.scratch, ignore_errors=True)  # of a run that was killed
         revision, dirty = checkout.revision()
         record = Record(
             run=new_run_id(),
@@ -108,25 +111,24 @@ def run(
             gates=tuple(_interrupted(phase, gate) for phase, gate in selection),
         )
         store.save(record)
-        ended: list[str] = []
         try:
-            for phase, gate in selection:
+            for number, (phase, gate) in enumerate(selection):
                 watch(Event(phase, gate))
                 below = _below(phase, selection)
                 result = _one(phase, gate, below, record, checkout, store, watch)
                 record = record.with_gate(result)
                 store.save(record)
-                ended.append(gate.name)
                 watch(Event(phase, gate, result=result))
                 if fail_fast and result.status in (Status.FAILED, Status.ERROR):
+                    record = record.model_copy(update={"gates": record.gates[: number + 1]})
                     break
         except KeyboardInterrupt:
-            ended = [gate.name for _, gate in selection]
+            store.save(record.model_copy(update={"finished": now()}))
             raise
-        finally:
-            kept = tuple(entry for entry in record.gates if entry.gate in ended)
-            record = record.model_copy(update={"gates": kept, "finished": now()})
-            store.save(record)
+        # Whatever else ends a run early leaves the record as it is: unfinished, the rest
+        # interrupted.
+        record = record.model_copy(update={"finished": now()})
+        store.save(record)
     return record
 
 
@@ -144,20 +146,24 @@ def _one(
         gate=gate.name,
         kind=gate.kind,
         status=Status.UNWRITTEN,
-        content=gate_content(checkout.root, gate),
         seed=record.seed,
         started=now(),
     )
     if gate.check is None:
         return base
-    obstacle = _obstacle(gate, below, record)
     proof: Proof | None = None
-    if obstacle is None and gate.kind is GateKind.SPEED:
-        answer = store.prove(phase, record.host, record.machine.hostname)
-        if isinstance(answer, Proof):
-            proof = answer
-        else:
-            obstacle = f"no speed before correctness: {'; '.join(answer)}"
+    try:
+        base = _with(base, content=gate_content(checkout.root, gate))
+        obstacle = _obstacle(gate, below, record)
+        if obstacle is None and gate.kind is GateKind.SPEED:
+            answer = store.prove(phase, record.host, record.machine)
+            if isinstance(answer, Proof):
+                proof = answer
+            else:
+                obstacle = f"no speed before correctness: {'; '.join(answer)}"
+    except (KdError, OSError, SyntaxError) as error:  # a file changed under the run
+        message = f"what the gate depends on cannot be read: {error}"
+        return _with(base, status=Status.ERROR, message=message)
     if obstacle is not None:
         return _with(base, status=Status.BLOCKED, message=obstacle)
     log = checkout.logs / record.run / f"{gate.name}.log"
@@ -165,6 +171,7 @@ def _one(
         gate,
         seed=record.seed,
         log=log,
+        scratch=checkout.scratch / gate.name,
         progress=lambda done, total, note: watch(Event(phase, gate, done, total, note)),
     )
     return _ended(base, outcome, proof, os.path.relpath(log, checkout.root))
@@ -249,16 +256,27 @@ def _alone(checkout: Checkout) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a run as Ctrl-C does (only the main thread may set handlers)."""
+    """SIGTERM and SIGHUP end a run as Ctrl-C does; what comes after the first is ignored.
+
+    A signal that is ignored already, as SIGHUP under nohup, stays so. Only the main thread may
+    set handlers.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    heard = False
+
     def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
+        nonlocal heard
+        if not heard:
+            heard = True
+            raise KeyboardInterrupt
 
     before = {
-        number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)
+        number: signal.signal(number, interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
         yield

@@ -28,7 +28,8 @@ _BLOCK = re.compile(
     r".*?(?P<tail><!-- /(?P=kind) -->)",
     re.DOTALL,
 )
-_MARK = re.compile(r"<!-- /?(figures|output)")
+# Anything that looks like a mark, so that a mistyped one is found and not left alone.
+_MARK = re.compile(r"<!--\s*/?\s*(figures|output)\b", re.IGNORECASE)
 
 
 def documents(root: pathlib.Path) -> list[pathlib.Path]:
@@ -47,6 +48,8 @@ def filled(path: pathlib.Path, kept: Mapping[str, Record]) -> str:
         if name not in kept:
             raise UnknownName(f"kept record in {path.name}", name, kept)
         if match["kind"] == "output":
+            if gate:
+                raise ConfigError(f"{path}: 'output: {name} {gate}': an output is of a whole run")
             table = "\n".join(["```", *ending(kept[name]), "```", ""])
         else:
             table = _table(kept[name], gate, path)

@@ -12,8 +12,8 @@ import dataclasses
 import multiprocessing
 import os
 import pathlib
+import shutil
 import signal
-import tempfile
 import threading
 import time
 import traceback
@@ -44,10 +44,12 @@ def run_gate(
     *,
     seed: int,
     log: pathlib.Path,
+    scratch: pathlib.Path,
     progress: Callable[[int, int, str], None],
 ) -> Outcome:
-    """Run `gate`, which must have a check, in a process of its own; what it prints goes to `log`.
+    """Run `gate`, which must have a check, in a process of its own.
 
+    What it prints goes to `log`; `scratch` is made for it and removed afterwards.
     Always returns an outcome, except that KeyboardInterrupt passes through once the gate's
     processes are gone.
     """
@@ -56,19 +58,20 @@ def run_gate(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix=f"kd-{gate.name}-") as scratch:
-        ours, theirs = context.Pipe()
-        process = context.Process(
-            target=_work, args=(theirs, gate.check, seed, scratch, str(log)), name=gate.name
-        )
-        ended: Outcome | _Died | None = None
-        try:
-            process.start()
-            theirs.close()
-            ended = _listen(ours, begun + gate.time_limit_s, progress)
-        finally:
-            _end(process, grace_s=_GRACE_S if ended else 0.0)
-            ours.close()
+    scratch.mkdir(parents=True)
+    ours, theirs = context.Pipe()
+    process = context.Process(
+        target=_work, args=(theirs, gate.check, seed, str(scratch), str(log)), name=gate.name
+    )
+    ended: Outcome | _Died | None = None
+    try:
+        process.start()
+        theirs.close()
+        ended = _listen(ours, begun + gate.time_limit_s, progress)
+    finally:
+        _end(process, grace_s=_GRACE_S if ended else 0.0)
+        ours.close()
+        shutil.rmtree(scratch, ignore_errors=True)
     seconds = time.monotonic() - begun
     if ended is None:
         message = f"not done after {gate.time_limit_s:g} s; its process was ended"

@@ -76,7 +76,7 @@ def test_status_shows_the_newest_evidence(kd: Kd) -> None:
     [
         (("phase", "run", "orcale"), "unknown phase 'orcale' (did you mean p0_oracle"),
         (("phase", "run", "0", "--only", "mask-path"), "unknown gate 'mask-path' (did you mean"),
-        (("phase", "run", "1", "--only", "mask-paths"), "unknown gate 'mask-paths'"),
+        (("phase", "run", "1", "--only", "mask-paths"), "is one of p0_oracle (kd phase run 0)"),
         (("phase", "run", "0", "--host", "ct20"), "unknown host 'ct20' (did you mean ct200"),
         (("plan", "show", "orakle"), "unknown plan 'orakle' (did you mean 0010-oracle"),
         (("evidence", "show", "latest"), "unknown run 'latest'"),
@@ -94,7 +94,18 @@ def test_an_unknown_name_is_one_line_with_the_nearest_ones_and_exit_2(
     assert complaint in run.stderr
 
 
+def test_a_state_folder_that_cannot_be_is_one_line_and_exit_2(
+    kd: Kd, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    run = kd("phase", "run", "7", KD_STATE=str(tmp_path / "file"))
+    assert run.returncode == 2
+    assert len(run.stderr.splitlines()) == 1
+    assert str(tmp_path / "file") in run.stderr
+
+
 def test_wrong_usage_is_exit_2(kd: Kd) -> None:
+    assert kd("phase", "run", "0", "--seed", "99999999999999999999").returncode == 2
     assert kd("phase", "run").returncode == 2
     assert kd("phase", "run", "0", "--nonsense").returncode == 2
     assert kd("verify", "--require", "luck").returncode == 2

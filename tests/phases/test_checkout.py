@@ -22,12 +22,17 @@ def test_the_revision_says_whether_tracked_files_were_changed(tmp_path: pathlib.
     git(tmp_path, "commit", "-m", "first")
     checkout = Checkout(tmp_path, tmp_path / ".kd")
 
-    (tmp_path / "untracked").write_text("does not count")
+    (tmp_path / "untracked").write_text("no code lies here")
     commit, dirty = checkout.revision()
     assert commit is not None
     assert len(commit) == 40
     assert dirty is False
     (tmp_path / "file").write_text("2")
+    assert checkout.revision() == (commit, True)
+    (tmp_path / "file").write_text("1")
+    assert checkout.revision() == (commit, False)
+    (tmp_path / "phases").mkdir()
+    (tmp_path / "phases" / "new.py").write_text("can be imported")
     assert checkout.revision() == (commit, True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
+import re
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ import sample_gates
 
 from phases.content import gate_content, imported_files
 from phases.gate import Gate
+from phases.registry import load_phases
 
 FILES = {
     "phases/__init__.py": "",
@@ -82,6 +84,37 @@ def test_the_hash_changes_with_a_module_behind_an_import_or_with_a_data_file(
     assert second != first
     (house / "kdtree-engine/csrc/kernel.cu").write_text("2")
     assert gate_content(house, gate) not in (first, second)
+
+
+def test_only_the_body_of_if_type_checking_is_left_out(house: pathlib.Path) -> None:
+    gates = house / "phases/p0_x/gates.py"
+    gates.write_text(
+        "import typing\n"
+        "if typing.TYPE_CHECKING:\n    import kdtree_engine.attention\n"
+        "else:\n    import kdtree_engine.timing\n"
+        "if not typing.TYPE_CHECKING:\n    import kdtree_engine.reference.tree\n"
+    )
+    found = {path.name for path in imported_files(house, "phases.p0_x.gates")}
+    assert {"timing.py", "tree.py"} <= found
+    assert "attention.py" not in found
+
+
+def test_importing_the_whole_package_stands_for_all_of_it(house: pathlib.Path) -> None:
+    (house / "phases/p0_x/gates.py").write_text("import kdtree_engine\n")
+    assert "attention.py" in {p.name for p in imported_files(house, "phases.p0_x.gates")}
+
+
+def test_nothing_behind_a_gate_is_imported_by_a_name_made_up_at_run_time(
+    root: pathlib.Path,
+) -> None:
+    lazy = root / "kdtree-engine/kdtree_engine/__init__.py"  # what it loads is followed by itself
+    for phase in load_phases():
+        for gate in phase.gates:
+            if gate.check is None:
+                continue
+            for path in imported_files(root, gate.check.__module__):
+                text = path.read_text()
+                assert path == lazy or not re.search(r"import_module\(|__import__\(", text), path
 
 
 def test_an_unwritten_gate_has_no_content(root: pathlib.Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 from typing import Any
@@ -14,6 +15,7 @@ from phases.content import gate_content
 from phases.evidence import (
     FigureRecord,
     GateRecord,
+    Platform,
     Proof,
     ProofEntry,
     Record,
@@ -21,8 +23,10 @@ from phases.evidence import (
     load_record,
     new_run_id,
     now,
+    unfounded,
 )
 from phases.gate import FailureKind, Gate, GateKind, Status, Unit
+from phases.registry import load_phases
 
 DIGEST = "a" * 64
 COUNT = FigureRecord(name="prompts", value=200, unit=Unit.COUNT)
@@ -30,7 +34,7 @@ TIME = FigureRecord(name="16k", value=28.1, unit=Unit.MICROSECONDS)
 PROOF = Proof(
     phase="p1_sample",
     host="local",
-    hostname="bench-1",
+    platform=Platform.of(sample_gates.MACHINE),
     gates={"right": ProofEntry(run=new_run_id(), content=DIGEST)},
 )
 
@@ -106,10 +110,15 @@ def test_a_speed_figure_is_recorded_with_its_proof() -> None:
 
 
 def test_a_proof_from_another_machine_is_refused() -> None:
-    elsewhere = PROOF.model_copy(update={"hostname": "bench-2"})
-    speed = entry(gate="fast", kind=GateKind.SPEED, figures=(TIME,), proof=elsewhere)
-    with pytest.raises(ValueError, match="the proof of fast is from another host"):
-        record(speed)
+    other_driver = PROOF.platform.model_copy(update={"driver": "999"})
+    for change, complaint in (
+        ({"host": "ct200"}, "the proof of fast is from another host, ct200"),
+        ({"platform": other_driver}, "the proof of fast is from another machine or driver"),
+    ):
+        elsewhere = PROOF.model_copy(update=change)
+        speed = entry(gate="fast", kind=GateKind.SPEED, figures=(TIME,), proof=elsewhere)
+        with pytest.raises(ValueError, match=complaint):
+            record(speed)
 
 
 def test_no_proof_says_that_a_gate_other_than_a_passed_one_proves() -> None:
@@ -131,6 +140,8 @@ def test_a_record_comes_back_from_its_file_unchanged(store: Store) -> None:
     ("text", "complaint"),
     [
         ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ('{"run": 1, "run": 2}', "the field 'run' stands there twice"),
         ("[]", "Input should be"),
         ('{"version": 1}', "field run: is required"),
         (None, "field gates.0.status: Input should be"),
@@ -183,7 +194,7 @@ def test_evidence_with_another_content_is_stale_and_proves_nothing(store: Store)
     phase = sample_gates.phase(1, right_gate(), sample_gates.speed_gate())
     store.save(record(entry(content=DIGEST)))
     assert store.newest([phase], "local", "bench-1")["right"].stale
-    assert store.prove(phase, "local", "bench-1") == [
+    assert store.prove(phase, "local", sample_gates.MACHINE) == [
         "right passed, and the code has changed since"
     ]
 
@@ -195,13 +206,19 @@ def test_a_proof_needs_every_correctness_gate_of_the_phase_on_that_machine(
         1, right_gate(), Gate("exact", "exact", sample_gates.passes), sample_gates.speed_gate()
     )
     store.save(record(entry(content=gate_content(root, phase.gates[0]))))
-    assert store.prove(phase, "local", "bench-1") == ["exact was not run"]
+    assert store.prove(phase, "local", sample_gates.MACHINE) == ["exact was not run"]
 
     store.save(record(entry(gate="exact", content=gate_content(root, phase.gates[1]))))
-    proof = store.prove(phase, "local", "bench-1")
+    proof = store.prove(phase, "local", sample_gates.MACHINE)
     assert isinstance(proof, Proof)
     assert set(proof.gates) == {"right", "exact"}
-    assert store.prove(phase, "local", "bench-2") == ["right was not run", "exact was not run"]
+    elsewhere = dataclasses.replace(sample_gates.MACHINE, hostname="bench-2")
+    assert store.prove(phase, "local", elsewhere) == ["right was not run", "exact was not run"]
+    upgraded = dataclasses.replace(sample_gates.MACHINE, torch="9.9.9")
+    assert store.prove(phase, "local", upgraded) == [
+        "right passed with another GPU, driver, CUDA or torch",
+        "exact passed with another GPU, driver, CUDA or torch",
+    ]
 
 
 def test_a_speed_figure_goes_stale_with_the_code_that_its_proof_rests_on(
@@ -211,7 +228,7 @@ def test_a_speed_figure_goes_stale_with_the_code_that_its_proof_rests_on(
     phase = sample_gates.phase(1, right_gate(), speed)
     right = entry(content=gate_content(root, right_gate()))
     store.save(record(right))
-    proof = store.prove(phase, "local", "bench-1")
+    proof = store.prove(phase, "local", sample_gates.MACHINE)
     fast = entry(
         gate=speed.name,
         kind=GateKind.SPEED,
@@ -228,19 +245,58 @@ def test_a_speed_figure_goes_stale_with_the_code_that_its_proof_rests_on(
 
 def test_a_phase_without_correctness_gates_proves_nothing(store: Store) -> None:
     phase = sample_gates.phase(1, sample_gates.speed_gate())
-    assert store.prove(phase, "local", "bench-1") == ["the phase has no correctness gate"]
+    assert store.prove(phase, "local", sample_gates.MACHINE) == [
+        "the phase has no correctness gate"
+    ]
 
 
 def test_kept_records_are_evidence_too(store: Store, tmp_path: pathlib.Path) -> None:
     kept = record(entry())
-    assert store.keep(kept, "first") == tmp_path / "kept" / "first.json"
+    assert store.keep(kept, "first", []) == tmp_path / "kept" / "first.json"
+    assert store.find("first") == kept
     assert store.kept_records() == {"first": kept}
     assert store.machines() == [("local", sample_gates.MACHINE)]
 
 
 def test_a_run_that_never_finished_is_not_kept(store: Store) -> None:
     with pytest.raises(ConfigError, match="never finished"):
-        store.keep(record(entry(), finished=None), "first")
+        store.keep(record(entry(), finished=None), "first", [])
+
+
+@pytest.mark.parametrize(
+    "name", ["", "../evil", "a/b", "/tmp/x", ".hidden", "with space", "x" * 99]
+)
+def test_a_kept_record_has_a_plain_name(store: Store, name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot name a kept record"):
+        store.keep(record(entry()), name, [])
+
+
+def test_a_kept_record_is_never_replaced_by_another(store: Store) -> None:
+    first = record(entry(), run="20260101T000000Z-aaaaaa")
+    store.keep(first, "first", [])
+    store.keep(first, "first", [])
+    with pytest.raises(ConfigError, match="keeps another run, 20260101T000000Z-aaaaaa"):
+        store.keep(record(entry()), "first", [])
+
+
+def test_a_proof_that_its_record_cannot_show_to_be_false_is_not_kept(store: Store) -> None:
+    speed = entry(gate="sample-speed", kind=GateKind.SPEED, figures=(TIME,), proof=PROOF)
+    phase = sample_gates.phase(
+        1, right_gate(), Gate("exact", "", sample_gates.passes), sample_gates.speed_gate()
+    )
+    faults = unfounded(record(speed), [phase], [])
+    assert faults[0] == "the proof of sample-speed does not cover the gates of p1_sample"
+    assert "where it did not pass so" in faults[1]
+    with pytest.raises(ConfigError, match="does not cover the gates"):
+        store.keep(record(speed), "fast", [phase])
+
+
+def test_the_kept_evidence_of_this_repository_is_founded(root: pathlib.Path) -> None:
+    folder = root / "plans" / "evidence"
+    kept = [load_record(path) for path in sorted(folder.glob("*.json"))]
+    assert kept
+    for one in kept:
+        assert unfounded(one, load_phases(), kept) == []
 
 
 def test_runs_are_found_by_the_beginning_of_their_id(store: Store) -> None:

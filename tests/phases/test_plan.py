@@ -59,6 +59,9 @@ def test_a_plan_has_its_front_matter_and_the_gates_of_its_section(tmp_path: path
         ("depends_on: []", "depends_on: [10]", "field depends_on: there is no other plan 10"),
         ("status: active", "status: done", "'decision' is required where status is done"),
         ("status: active", "status: [", "front matter is not YAML"),
+        ("phase: 0", "phase: 0\nphase: 1", "the field 'phase' stands there twice"),
+        ("phase: 0", "phase: true", "field phase: Input should be a valid integer"),
+        ("date: 2026-01-02", "date: 2026-13-45", "front matter is not YAML: month must be in"),
         ("---\nid: 10", "id: 10", "has no front matter"),
     ],
 )

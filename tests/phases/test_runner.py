@@ -192,6 +192,57 @@ def test_fail_fast_stops_and_leaves_no_entry_for_what_did_not_run(start) -> None
     assert [entry.gate for entry in record.gates] == ["bad"]
 
 
+def test_a_run_that_dies_of_its_watcher_stays_unfinished_with_the_rest_interrupted(
+    start, store: Store
+) -> None:
+    def watch(event: Event) -> None:
+        if event.result is not None:
+            raise OSError("nobody reads on")
+
+    gates = [Gate(name, "", sample_gates.passes) for name in ("first", "second")]
+    with pytest.raises(OSError, match="nobody reads on"):
+        start(phase(0, *gates), watch=watch)
+    (record,) = store.own_records()
+    assert record.finished is None
+    assert [entry.status for entry in record.gates] == [Status.PASSED, Status.INTERRUPTED]
+
+
+def test_what_cannot_be_hashed_is_an_error_of_that_gate_alone(
+    start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from phases import runner
+
+    hash_it = runner.gate_content
+
+    def broken(root: pathlib.Path, gate: Gate) -> str | None:
+        if gate.name == "first":
+            raise SyntaxError("invalid syntax (slots.py, line 3)")
+        return hash_it(root, gate)
+
+    monkeypatch.setattr(runner, "gate_content", broken)
+    first, second = start(
+        phase(0, *(Gate(name, "", sample_gates.passes) for name in ("first", "second")))
+    ).gates
+    assert first.status is Status.ERROR
+    assert "slots.py, line 3" in (first.message or "")
+    assert second.status is Status.PASSED
+
+
+def test_a_broken_record_stops_a_run_before_its_first_gate(start, checkout: Checkout) -> None:
+    checkout.evidence.mkdir(parents=True)
+    (checkout.evidence / "broken.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"broken\.json: is not JSON"):
+        start(phase(0, Gate("right", "", sample_gates.passes)))
+
+
+def test_what_a_killed_run_left_in_scratch_is_gone_after_the_next(
+    start, checkout: Checkout
+) -> None:
+    (checkout.scratch / "old").mkdir(parents=True)
+    start(phase(0, Gate("right", "", sample_gates.passes)))
+    assert not (checkout.scratch / "old").exists()
+
+
 def test_a_second_run_at_the_same_time_is_refused(start, checkout: Checkout) -> None:
     checkout.state.mkdir()
     with (

@@ -75,6 +75,7 @@ def test_the_output_of_a_run_is_what_kd_printed(tmp_path: pathlib.Path) -> None:
         ("figures: firts", "unknown kept record in README.md 'firts' (did you mean first?)"),
         ("figures: first wrong", "unknown gate of"),
         ("figures first", "is broken"),
+        ("Figures: first", "is broken"),
     ],
 )
 def test_a_mark_that_points_nowhere_is_one_line(
