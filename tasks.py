@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pathlib
 import signal
 import socket
 import sys
@@ -34,6 +35,14 @@ Exit codes:
   2    wrong usage or configuration
   3    nothing failed, but something is blocked or unwritten
   130  interrupted
+"""
+
+BENCH_EPILOG = """\b
+Exit codes:
+  0    every kernel was right
+  1    a kernel was wrong, or could not be run
+  2    wrong usage or configuration
+  3    no GPU, or no kernel library
 """
 
 
@@ -367,6 +376,80 @@ def build(as_json: bool) -> None:
 
 def _say_compiled(done: int, total: int, source: str) -> None:
     click.echo(f"[{done}/{total}] {source}", err=True)
+
+
+# ---------------------------------------------------------------------------------------------
+# Speed, outside of any gate.
+
+
+@cli.group("bench")
+def bench_group() -> None:
+    """Measure, with correctness first; what must be reached is the gates' business."""
+
+
+@bench_group.command("kernel", epilog=BENCH_EPILOG)
+@click.option(
+    "--regime",
+    "regimes",
+    multiple=True,
+    metavar="B,H,T,L",
+    help="Batch, heads, tree nodes, prefix (default: the twelve of plan 15). Repeatable.",
+)
+@click.option(
+    "--tile",
+    "tiles",
+    multiple=True,
+    metavar="ROWSxTOKENS",
+    help="Force this tile, as 72x32 (default: the built-in choice). Repeatable.",
+)
+@click.option(
+    "--library",
+    "libraries",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=pathlib.Path),
+    help="A kernel library (default: the one that kd build made). Repeatable.",
+)
+@click.option("--repeats", type=click.IntRange(3), default=50, show_default=True)
+@_json_option
+@click.pass_context
+def bench_kernel(
+    ctx: click.Context,
+    regimes: tuple[str, ...],
+    tiles: tuple[str, ...],
+    libraries: tuple[pathlib.Path, ...],
+    repeats: int,
+    as_json: bool,
+) -> None:
+    """Time the kernel on this machine's GPU, against the card's ceilings and installed peers."""
+    from phases import bench as work
+    from phases.bench_table import COLUMNS, bench_rows, ceilings
+    from phases.requirement import Requirement
+
+    chosen = [work.parse_regime(text) for text in regimes] or list(work.REGIMES)
+    forced: list[work.Tile | None] = [work.parse_tile(text) for text in tiles]
+    checkout, machine = _checkout(), _this_machine()
+    if (lack := Requirement.GPU.missing(machine)) is not None:
+        raise MissingError(lack, remedy=Requirement.GPU.remedy)
+    bench, file = work.bench_this_machine(
+        libraries,
+        chosen,
+        forced or [None],
+        repeats=repeats,
+        checkout=checkout,
+        machine=machine,
+        command=["kd", *sys.argv[1:]],
+        progress=_say_timed,
+    )
+    if as_json:
+        click.echo(file.read_text(encoding="utf-8"), nl=False)
+    else:
+        _print_table(COLUMNS, bench_rows(bench))
+        click.echo(f"{ceilings(bench)}; {file}")
+    ctx.exit(ExitCode.PASSED if bench.right else ExitCode.FAILED)
+
+
+def _say_timed(done: int, total: int, what: str) -> None:
+    click.echo(f"[{done + 1}/{total}] {what}", err=True)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -82,16 +82,20 @@ class ProofEntry(_Model):
 
 
 class Platform(_Model):
-    """What of a machine a proof of correctness holds for: another driver is another machine."""
+    """What a proof of correctness holds for: another driver is another machine.
+
+    So is another environment: KDTREE_ variables choose what the engine runs.
+    """
 
     hostname: str
     gpus: tuple[str, ...]
     driver: str | None
     cuda: str | None
     torch: str | None
+    environment: Mapping[str, str] = {}
 
     @classmethod
-    def of(cls, machine: Machine) -> Self:
+    def of(cls, machine: Machine, environment: Mapping[str, str]) -> Self:
         gpus = (
             f"{gpu.name} sm_{gpu.capability[0]}{gpu.capability[1]}" for gpu in machine.usable_gpus
         )
@@ -101,6 +105,7 @@ class Platform(_Model):
             driver=machine.driver,
             cuda=machine.cuda,
             torch=machine.torch,
+            environment=environment,
         )
 
 
@@ -153,13 +158,17 @@ class GateRecord(_Model):
 
 
 class Record(_Model):
-    """One run. `finished` is None while it goes on and stays so when it dies."""
+    """One run. `finished` is None while it goes on and stays so when it dies.
+
+    environment: the KDTREE_ variables that were set, as they change what the engine runs.
+    """
 
     version: Literal[1] = 1
     run: str = pydantic.Field(pattern=r"^\d{8}T\d{6}Z-[0-9a-f]{6}$")
     command: tuple[str, ...]
     host: str
     machine: _MachineField
+    environment: Mapping[str, str] = {}
     revision: str | None
     dirty: bool | None
     seed: int
@@ -173,12 +182,16 @@ class Record(_Model):
             proof = gate.proof
             if proof and proof.host != self.host:
                 raise ValueError(f"the proof of {gate.gate} is from another host, {proof.host}")
-            if proof and proof.platform != Platform.of(self.machine):
+            if proof and proof.platform != self.platform:
                 raise ValueError(f"the proof of {gate.gate} is from another machine or driver")
         names = [gate.gate for gate in self.gates]
         if len(set(names)) < len(names):
             raise ValueError("a gate stands twice in one run")
         return self
+
+    @property
+    def platform(self) -> Platform:
+        return Platform.of(self.machine, self.environment)
 
     def with_gate(self, gate: GateRecord) -> Record:
         """This record with the entry of the same gate replaced. Validated again."""
@@ -358,13 +371,12 @@ class Store:
             seen[record.host, record.machine.hostname] = record.machine
         return [(host, machine) for (host, _), machine in seen.items()]
 
-    def prove(self, phase: Phase, host: str, machine: Machine) -> Proof | list[str]:
+    def prove(self, phase: Phase, host: str, platform: Platform) -> Proof | list[str]:
         """The proof that every correctness gate of `phase` passed, or the list of what lacks.
 
-        On `machine`, with its GPUs, driver, CUDA and torch as they are now.
+        On just that platform, and with the code as it is now.
         """
-        platform = Platform.of(machine)
-        evidence = self.newest([phase], host, machine.hostname)
+        evidence = self.newest([phase], host, platform.hostname)
         lacking: list[str] = []
         entries: dict[str, ProofEntry] = {}
         for gate in phase.correctness_gates:
@@ -374,8 +386,10 @@ class Store:
             elif not known.proves or known.gate.content is None:
                 stale = ", and the code has changed since" if known.stale else ""
                 lacking.append(f"{gate.name} {known.gate.status}{stale}")
-            elif Platform.of(known.record.machine) != platform:
-                lacking.append(f"{gate.name} passed with another GPU, driver, CUDA or torch")
+            elif known.record.platform != platform:
+                lacking.append(
+                    f"{gate.name} passed with another GPU, driver, CUDA, torch or environment"
+                )
             else:
                 entries[gate.name] = ProofEntry(run=known.record.run, content=known.gate.content)
         if lacking or not entries:

@@ -104,6 +104,9 @@ def run(
             command=tuple(command),
             host=host,
             machine=machine,
+            environment={
+                name: os.environ[name] for name in os.environ if name.startswith("KDTREE_")
+            },
             revision=revision,
             dirty=dirty,
             seed=seed,
@@ -156,7 +159,7 @@ def _one(
         base = _with(base, content=gate_content(checkout.root, gate))
         obstacle = _obstacle(gate, below, record)
         if obstacle is None and gate.kind is GateKind.SPEED:
-            answer = store.prove(phase, record.host, record.machine)
+            answer = store.prove(phase, record.host, record.platform)
             if isinstance(answer, Proof):
                 proof = answer
             else:

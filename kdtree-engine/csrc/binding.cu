@@ -182,6 +182,12 @@ void tree_verify_attention(TensorView q, TensorView kv_pool, TensorView qo_indpt
   DeviceScope scope(q.device().device_id);
   check_device(workspace, q, "workspace");
   check_contiguous(workspace, "workspace");
+  const kdtree::Tuning& tuning = kdtree::tuning();
+  const char* refusal = kdtree::tuning_refusal(kdtree::device_info(q.device().device_id), tuning);
+  KD_CHECK(refusal == nullptr, RuntimeError)
+      << "the tile that was asked for (set_tuning, or KDTREE_WGMMA=1 for block_tokens " << kdtree::kWgmmaBlock
+      << "; row_tile " << tuning.row_tile << ", block_tokens " << tuning.block_tokens
+      << ") cannot be launched on device " << q.device().device_id << ": " << refusal;
   const int64_t bytes = workspace.numel() * (workspace.dtype().bits / 8);
   const int64_t needed = kdtree::workspace_bytes(p.num_tokens, p.batch, p.heads, p.max_nodes,
                                                  kdtree::device_info(q.device().device_id).sm_count, deterministic);
@@ -208,8 +214,10 @@ int64_t workspace_bytes(int64_t num_tokens, int64_t batch, int64_t heads, int64_
 
 String build_info() { return String(std::string("version " KD_VERSION "; arch " KD_ARCH_LIST)); }
 
-// For `kd tune`: forces the tile (row_tile, block_tokens of tiles.h) and the least stages of a split
-// for every later call of this process; 0 is the built-in choice.
+// For `kd tune` and `kd bench`: forces the tile (row_tile, block_tokens of tiles.h) and the least stages
+// of a split for every later call of this process; 0 is the built-in choice. A call raises RuntimeError
+// where the tile cannot be had on its device. block_tokens 64 asks for a
+// wgmma tile, chosen by the built-in rule where row_tile is 0.
 void set_tuning(int64_t row_tile, int64_t block_tokens, int64_t min_blocks) {
   kdtree::Tuning& t = kdtree::tuning();
   t.row_tile = static_cast<int>(row_tile);

@@ -12,6 +12,8 @@ struct TileKernel {
   int row_tile;
   int block_tokens;
   int smem_bytes;
+  int threads;  // of a block
+  bool wgmma;   // sm_90a code, whose partial rows are merged by launch_merge_wgmma
   const void* bf16;
   const void* fp16;
 };
@@ -21,11 +23,16 @@ const void* tree_verify_short_bf16(int row_tile);  // stages of 16 tokens, at mo
 const void* tree_verify_short_fp16(int row_tile);
 const void* tree_verify_tall_bf16(int row_tile);   // stages of 32 tokens, sm_90 only (227 KB)
 const void* tree_verify_tall_fp16(int row_tile);
+const void* tree_verify_wgmma_bf16(int row_tile);  // tiles of 64 tokens on warpgroup products, sm_90a only
+const void* tree_verify_wgmma_fp16(int row_tile);
 
-// Process-wide overrides for `kd tune`; 0 is the built-in choice.
+constexpr int kWgmmaBlock = 64;  // the block_tokens that only wgmma tiles have
+
+// Process-wide overrides for `kd tune`; 0 is the built-in choice. With block_tokens kWgmmaBlock and no
+// row_tile, the built-in choice is among the wgmma tiles, which are never picked otherwise.
 struct Tuning {
   int row_tile = 0;      // of the table
-  int block_tokens = 0;  // of the table: 16 or 32
+  int block_tokens = 0;  // of the table: 16, 32 or 64
   int min_blocks = 0;
 };
 Tuning& tuning();
@@ -35,12 +42,18 @@ Tuning& tuning();
 cudaError_t launch_tree_verify(TreeVerifyParams p, void* workspace, cudaStream_t stream);
 
 cudaError_t launch_merge(const TreeVerifyParams& p, int sm_count, bool dependent, cudaStream_t stream);
+cudaError_t launch_merge_wgmma(const TreeVerifyParams& p, int sm_count, bool dependent, cudaStream_t stream);
 cudaError_t launch_naive(const TreeVerifyParams& p, cudaStream_t stream);
 
 // Device attributes, read once a device.
 struct DeviceInfo {
   int sm_count, smem_optin, cc;
+  cudaError_t wgmma;  // whether the wgmma tiles can be launched; cudaErrorNotSupported: another capability
 };
 const DeviceInfo& device_info(int device);
+
+// Why the tile that `tuning` asks for cannot be had on a device; null where it can, or where it asks for
+// none. A launch that it stands against does not happen: no other tile takes its place.
+const char* tuning_refusal(const DeviceInfo& device, const Tuning& tuning);
 
 }  // namespace kdtree

@@ -15,7 +15,8 @@ constexpr int kMaxDevices = 64;
 template <template <class> class C>
 TileKernel entry(const void* bf16, const void* fp16) {
   using B = C<__nv_bfloat16>;
-  return {B::kRows, B::kBlock, B::kSmemBytes, bf16, fp16};
+  constexpr bool kWgmma = B::kBlock == kWgmmaBlock;
+  return {B::kRows, B::kBlock, B::kSmemBytes, kWgmma ? kWgThreads : kThreads, kWgmma, bf16, fp16};
 }
 
 // Every compiled configuration.
@@ -28,6 +29,10 @@ const TileKernel* tile_table(int& count) {
       entry<Tall24>(tree_verify_tall_bf16(24), tree_verify_tall_fp16(24)),
       entry<Tall40>(tree_verify_tall_bf16(40), tree_verify_tall_fp16(40)),
       entry<Tall72>(tree_verify_tall_bf16(72), tree_verify_tall_fp16(72)),
+      entry<Wg16>(tree_verify_wgmma_bf16(16), tree_verify_wgmma_fp16(16)),
+      entry<Wg24>(tree_verify_wgmma_bf16(24), tree_verify_wgmma_fp16(24)),
+      entry<Wg40>(tree_verify_wgmma_bf16(40), tree_verify_wgmma_fp16(40)),
+      entry<Wg72>(tree_verify_wgmma_bf16(72), tree_verify_wgmma_fp16(72)),
   };
   count = sizeof(table) / sizeof(table[0]);
   return table;
@@ -42,15 +47,29 @@ const TileKernel* find_tile(int row_tile, int block_tokens, int smem_limit) {
   return nullptr;
 }
 
+// block_tokens where nothing forces them: tall tiles are compiled for sm_90 only.
+int usual_block(const DeviceInfo& device) { return device.cc == 90 ? 32 : 16; }
+
+const TileKernel* forced_tile(const DeviceInfo& device, const Tuning& forced) {
+  return find_tile(forced.row_tile, forced.block_tokens ? forced.block_tokens : usual_block(device), device.smem_optin);
+}
+
+// One of the wgmma tiles, which only a tuning that asks for them gets.
+const TileKernel* choose_wgmma_tile(const DeviceInfo& device, int rows, bool deterministic) {
+  if (!deterministic)
+    for (int size : {16, 24, 40})
+      if (size >= rows) return find_tile(size, kWgmmaBlock, device.smem_optin);
+  return find_tile(72, kWgmmaBlock, device.smem_optin);
+}
+
 // The tile for a launch whose requests have up to `rows` packed rows. In deterministic mode the choice
 // may depend on the part only: tiles differ in the order of their sums.
 const TileKernel* choose_tile(const DeviceInfo& device, int rows, bool deterministic) {
-  const int block = device.cc == 90 ? 32 : 16;  // tall tiles are compiled for sm_90 only
   const Tuning& forced = tuning();
-  if (forced.row_tile && (forced.block_tokens != 32 || device.cc == 90))
-    if (const TileKernel* t = find_tile(forced.row_tile, forced.block_tokens ? forced.block_tokens : block,
-                                        device.smem_optin))
-      return t;
+  if (tuning_refusal(device, forced) != nullptr) return nullptr;
+  if (forced.row_tile) return forced_tile(device, forced);
+  if (forced.block_tokens == kWgmmaBlock) return choose_wgmma_tile(device, rows, deterministic);
+  const int block = usual_block(device);
   const int tallest = block == 32 ? 72 : 32;
   if (deterministic) return find_tile(24, block, device.smem_optin);
   const int sizes[] = {16, 24, 32, 40, 72};
@@ -80,16 +99,30 @@ const DeviceInfo& device_info(int device) {
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
     d.cc = major * 10 + minor;
+    d.wgmma = d.cc == 90 ? cudaSuccess : cudaErrorNotSupported;
     int count;
     const TileKernel* table = tile_table(count);
     for (int i = 0; i < count; ++i) {
-      if (table[i].smem_bytes > d.smem_optin) continue;
-      cudaFuncSetAttribute(table[i].bf16, cudaFuncAttributeMaxDynamicSharedMemorySize, table[i].smem_bytes);
-      cudaFuncSetAttribute(table[i].fp16, cudaFuncAttributeMaxDynamicSharedMemorySize, table[i].smem_bytes);
+      if (table[i].smem_bytes > d.smem_optin || (table[i].wgmma && d.cc != 90)) continue;
+      for (const void* kernel : {table[i].bf16, table[i].fp16}) {
+        const cudaError_t error =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, table[i].smem_bytes);
+        if (table[i].wgmma && d.wgmma == cudaSuccess) d.wgmma = error;
+      }
     }
     cudaGetLastError();
   });
   return info[device];
+}
+
+const char* tuning_refusal(const DeviceInfo& device, const Tuning& tuning) {
+  if (tuning.block_tokens == kWgmmaBlock) {
+    if (device.cc != 90) return "wgmma needs compute capability 9.0";
+    if (device.wgmma != cudaSuccess) return cudaGetErrorString(device.wgmma);  // no sm_90a code, say
+  }
+  if (tuning.row_tile == 0) return nullptr;
+  if (tuning.block_tokens == 32 && device.cc != 90) return "stages of 32 tokens are compiled for sm_90 only";
+  return forced_tile(device, tuning) ? nullptr : "no such tile is compiled, or it takes too much shared memory";
 }
 
 cudaError_t launch_tree_verify(TreeVerifyParams p, void* workspace, cudaStream_t stream) {
@@ -104,7 +137,7 @@ cudaError_t launch_tree_verify(TreeVerifyParams p, void* workspace, cudaStream_t
   if (tile == nullptr) return cudaErrorInvalidConfiguration;
   p.row_tile = tile->row_tile;
   p.block_tokens = tile->block_tokens;
-  p.min_blocks = tuning().min_blocks ? tuning().min_blocks : 2;
+  p.min_blocks = tuning().min_blocks ? tuning().min_blocks : tile->wgmma ? 1 : 2;  // of 64 tokens, of 16 or 32
   const int tiles = (p.max_nodes * p.heads + p.row_tile - 1) / p.row_tile;
   p.lanes = p.deterministic || tiles > info.sm_count ? info.sm_count : tiles;
   p.groups = info.sm_count / p.lanes;
@@ -114,9 +147,10 @@ cudaError_t launch_tree_verify(TreeVerifyParams p, void* workspace, cudaStream_t
   p.partial_ms = reinterpret_cast<float2*>(p.partial_out + rows * kVDim);
 
   void* args[] = {&p};
-  error = cudaLaunchKernel(p.is_bf16 ? tile->bf16 : tile->fp16, dim3(p.groups * p.lanes), dim3(kThreads), args,
+  error = cudaLaunchKernel(p.is_bf16 ? tile->bf16 : tile->fp16, dim3(p.groups * p.lanes), dim3(tile->threads), args,
                            tile->smem_bytes, stream);
   if (error != cudaSuccess) return error;
+  if (tile->wgmma) return launch_merge_wgmma(p, info.sm_count, true, stream);
   return launch_merge(p, info.sm_count, info.cc >= 90, stream);
 }
 

@@ -7,6 +7,7 @@
 // attention kernel did, which splits there are. So it can be launched before that kernel ends
 // (programmatic dependent launch) and waits only to read what it wrote. The order of the sum is fixed.
 #include "kernels.h"
+#include "merge.cuh"
 #include "ptx.cuh"
 #include "schedule.cuh"
 #include "workspace.h"
@@ -14,24 +15,10 @@
 namespace kdtree {
 namespace {
 
-constexpr int kMergeThreads = 256;
 constexpr int kSplitGroups = 8;   // warps, each over every eighth split
 constexpr int kColumns = 128;     // of a block
 constexpr int kParts = kVDim / kColumns;
 constexpr int kAhead = 9;         // loads a thread has under way
-constexpr int kMostSplits = 512;  // more than any part has SMs
-constexpr float kLn2 = 0.6931471805599453f;
-
-// The request that a token belongs to, or -1 for padding.
-__device__ __forceinline__ int request_of_token(const TreeVerifyParams& p, int token) {
-  const int lane = threadIdx.x & 31;
-  int before = 0;  // requests that end at or before the token
-  for (int b = 0; b < p.batch; b += 32) {
-    const bool past = b + lane < p.batch && p.qo_indptr[b + lane + 1] <= token;
-    before += __popc(__ballot_sync(0xffffffffu, past));
-  }
-  return before < p.batch && p.qo_indptr[before] <= token ? before : -1;
-}
 
 template <typename T>
 __global__ void __launch_bounds__(kMergeThreads, 4) merge_kernel(const __grid_constant__ TreeVerifyParams p) {

@@ -15,7 +15,7 @@ namespace kdtree {
 constexpr int kQkDim = 576;       // latent 512 + rope 64: the width of q and of a pool row
 constexpr int kVDim = 512;        // the latent part, which is also V: columns 0..511 of the same row
 constexpr int kMaxNodes = 128;    // tree nodes a request may have (mask bits kept on chip)
-constexpr int kThreads = 256;     // of the attention kernels
+constexpr int kThreads = 256;     // of the mma.sync attention kernels
 constexpr int kRowBytes = kQkDim * 2;
 
 // How `mask` is laid out. In every layout only the T x T part over the request's own nodes is read:
@@ -83,7 +83,8 @@ struct TreeVerifyParams {
   int min_blocks;   // least stages a split has: below, merging costs more than it saves
 
   // Workspace: partial rows, [rows][512] unnormalised outputs, then [rows] (max, sum) pairs. Nothing
-  // in it is read before this launch has written it.
+  // in it is read before this launch has written it. The wgmma path reads partial_out as [rows][512]
+  // normalised values of q's type.
   float* partial_out;
   float2* partial_ms;
 };

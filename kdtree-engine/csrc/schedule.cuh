@@ -120,11 +120,14 @@ __device__ __forceinline__ int64_t partial_row_of(const TreeVerifyParams& p, int
   return static_cast<int64_t>((g * p.lanes + lane) * 2 + (first ? 1 : 0)) * p.row_tile;
 }
 
-// The pieces of this thread block, one after another.
+// The pieces of this thread block, one after another. kShortCut: a batch of one request is not searched
+// (of use where one warpgroup alone works out the pieces and the others wait).
+template <bool kShortCut = false>
 class Schedule {
  public:
   __device__ __forceinline__ explicit Schedule(const TreeVerifyParams& p) : p_(p) {
-    length_ = line_length(p);
+    if constexpr (kShortCut) found_ = p.batch == 1;
+    length_ = found_ ? request_of(p, 0).width : line_length(p);
     if (p.deterministic) {
       pos_ = blockIdx.x;
       end_ = length_;

@@ -29,14 +29,10 @@
 #include "params.h"
 #include "ptx.cuh"
 #include "schedule.cuh"
+#include "softmax.h"
 #include "views.cuh"
 
 namespace kdtree {
-
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kMaxSlack = 8.0f;
-// A reference for rows that have seen nothing: finite, so that exp2(-inf - reference) is 0, not NaN.
-constexpr float kNothing = -1e30f;
 
 // Shared memory that tiles are compiled for. sm_80 could hold 163 KB, which no tall tile fits.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900

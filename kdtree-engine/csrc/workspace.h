@@ -1,7 +1,8 @@
 // The workspace: how many bytes a launch needs, as integer arithmetic on launch-time constants only.
 //
 // A *partial row* is what one split leaves for one packed row: 512 float32 of unnormalised output
-// and a float32 pair (running maximum, sum of exponentials): 2,056 bytes.
+// and a float32 pair (running maximum, sum of exponentials): 2,056 bytes. The wgmma path's outputs are
+// normalised and 16 bits wide, so they take the first half of the same place.
 //
 //   not deterministic: a block works through one contiguous run of the batch's tokens. So it has at
 //     most two unfinished tiles, one at either end of its run (those between are whole requests and

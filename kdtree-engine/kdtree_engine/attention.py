@@ -5,6 +5,11 @@
 under torch.compile, in CUDA graphs and with fake tensors. The operation writes into `out`, so that
 a framework's static buffers need no copy.
 
+On compute capability 9.0 there are two sets of kernels: on mma.sync, which is the built-in choice,
+and on wgmma, which is taken where KDTREE_WGMMA=1 is set when the library is loaded. The latter has
+not been run on a GPU as it stands. Where it is asked for and cannot be had (another capability, a
+library without sm_90a code), a call raises RuntimeError that says so.
+
 It is registered through `torch.library.Library` and not `torch.library.custom_op`, as the latter
 adds about 100 us of Python to every call (the former about 5 us).
 """

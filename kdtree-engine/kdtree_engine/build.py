@@ -19,6 +19,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from kdtree_engine.atomic import write_atomically
 from kdtree_engine.errors import KdError, MissingError
@@ -37,6 +38,7 @@ __all__ = [
     "BuildReport",
     "CompileError",
     "build",
+    "origin_of",
     "require_current",
     "sources_digest",
 ]
@@ -54,10 +56,15 @@ _FLAGS = (
     "-Xptxas=-v,--warning-as-error",
     "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Werror",
 )
-_ONLY_FOR = {"tree_verify_tall_": ("sm_90",)}
-"""Sources, by how their name begins, that only some architectures can run: these tiles take more
-shared memory than a block of the others gets."""
-_ARCH_LIST = " ".join((*ARCHITECTURES, *_PTX))
+_ONLY_FOR = {
+    "tree_verify_tall_": ("sm_90",),
+    "tree_verify_wgmma_": ("sm_90a",),
+    "merge_wgmma": ("sm_90a",),
+}
+"""Sources, by how their name begins, that only some architectures can run: tall tiles take more
+shared memory than a block of the others gets, and sm_90a alone has wgmma. (The "a" binds machine
+code to compute capability 9.0: there is no PTX of it for what comes after.)"""
+_ARCH_LIST = " ".join((*ARCHITECTURES, "sm_90a", *_PTX))
 """What the library's `build_info` says that it holds."""
 _FIRST_ERROR_LINES = 6
 
@@ -148,7 +155,7 @@ def build(
         nvcc=compiler.version,
     )
     origin = {"sources": digest, "nvcc": report.nvcc, "seconds": round(report.seconds, 1)}
-    write_atomically(_origin_of(library), json.dumps(origin) + "\n")
+    write_atomically(_origin_file(library), json.dumps(origin) + "\n")
     return report
 
 
@@ -167,18 +174,22 @@ def require_current(library: pathlib.Path, csrc: pathlib.Path = CSRC) -> None:
     What is measured with a library is recorded under the hash of the sources, so the two must
     belong together.
     """
-    try:
-        origin = json.loads(_origin_of(library).read_text())
-    except (OSError, json.JSONDecodeError):
-        origin = {}
-    if origin.get("sources") != sources_digest(csrc):
+    if origin_of(library).get("sources") != sources_digest(csrc):
         raise CompileError(
             f"{library} was not built from {csrc} as it is now", remedy="run `kd build`"
         )
 
 
-def _origin_of(library: pathlib.Path) -> pathlib.Path:
-    """Beside the library: what it was built from."""
+def origin_of(library: pathlib.Path) -> dict[str, Any]:
+    """What a build wrote beside `library`: `sources` (a digest), `nvcc`, `seconds`; {}: nothing."""
+    try:
+        origin = json.loads(_origin_file(library).read_text())
+    except (OSError, json.JSONDecodeError):
+        return {}
+    return origin if isinstance(origin, dict) else {}
+
+
+def _origin_file(library: pathlib.Path) -> pathlib.Path:
     return library.with_suffix(".json")
 
 
@@ -257,14 +268,13 @@ class _Compiler:
         """Dynamic shared memory of each tile, by `tile_of`: what its configuration declares.
 
         ptxas cannot know it, as a launch brings it along. So the headers are asked, by a small
-        host program that prints Tile<...>::kSmemBytes of the tiles that were compiled.
+        host program that prints kSmemBytes of the tiles that were compiled.
         """
         tiles = sorted({tile for kernel in kernels if (tile := tile_of(kernel.kernel))})
         if not tiles:
             return {}
         lines = "".join(
-            f'  std::printf("%d\\n", int(kdtree::Tile<__half, {tile}>::kSmemBytes));\n'
-            for tile in tiles
+            f'  std::printf("%d\\n", int(kdtree::{tile}::kSmemBytes));\n' for tile in tiles
         )
         program = f'#include <cstdio>\n#include "tiles.h"\nint main() {{\n{lines}}}\n'
         key = hashlib.sha256((headers + program).encode()).hexdigest()

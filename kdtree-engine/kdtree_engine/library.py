@@ -6,19 +6,33 @@ torch's. It is loaded on first use, so that importing the package needs torch al
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
 
 from kdtree_engine.errors import ConfigError, MissingError
 
-__all__ = ["LIBRARY_NAME", "PACKAGED_LIBRARY", "Kernels", "kernels", "library_path", "load"]
+__all__ = [
+    "LIBRARY_NAME",
+    "PACKAGED_LIBRARY",
+    "WGMMA_BLOCK_TOKENS",
+    "Kernels",
+    "built_in_tuning",
+    "kernels",
+    "library_path",
+    "load",
+    "using",
+]
 
 LIBRARY_NAME = "libkdtree_engine.so"
 PACKAGED_LIBRARY = pathlib.Path(__file__).parent / "lib" / LIBRARY_NAME
 """Where `kd build` puts the library and where a wheel carries it."""
+
+WGMMA_BLOCK_TOKENS = 64
+"""`block_tokens` of the wgmma tiles, and of no others: asking `set_tuning` for it asks for them."""
 
 
 class Kernels(Protocol):
@@ -28,6 +42,7 @@ class Kernels(Protocol):
     tree_verify_attention_naive: Callable[..., None]
     workspace_bytes: Callable[..., int]
     build_info: Callable[[], Any]
+    set_tuning: Callable[[int, int, int], None]
 
 
 def library_path() -> pathlib.Path:
@@ -48,8 +63,35 @@ def library_path() -> pathlib.Path:
 
 @functools.cache
 def kernels() -> Kernels:
-    """The library of `library_path`, loaded on the first call. Raises what `load` raises."""
-    return load(library_path())
+    """The library of `library_path`, loaded on the first call. Raises what `load` raises.
+
+    KDTREE_WGMMA=1 is read then, and only then: the built-in choice is made among the wgmma tiles.
+    """
+    library = load(library_path())
+    if any(built_in_tuning()):
+        library.set_tuning(*built_in_tuning())
+    return library
+
+
+def built_in_tuning() -> tuple[int, int, int]:
+    """What `set_tuning` takes for the built-in choice of a tile, as KDTREE_WGMMA is now."""
+    return (0, WGMMA_BLOCK_TOKENS if os.environ.get("KDTREE_WGMMA", "") == "1" else 0, 0)
+
+
+@contextlib.contextmanager
+def using(path: pathlib.Path) -> Iterator[Kernels]:
+    """Within it, the operation's library is the one at `path`. Raises what `load` raises."""
+    before = os.environ.get("KDTREE_LIBRARY")
+    os.environ["KDTREE_LIBRARY"] = str(path)
+    kernels.cache_clear()
+    try:
+        yield kernels()
+    finally:
+        if before is None:
+            del os.environ["KDTREE_LIBRARY"]
+        else:
+            os.environ["KDTREE_LIBRARY"] = before
+        kernels.cache_clear()
 
 
 def load(path: pathlib.Path) -> Kernels:

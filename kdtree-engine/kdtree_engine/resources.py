@@ -15,17 +15,24 @@ __all__ = [
     "with_dynamic_shared",
 ]
 
-SHARED_LIMIT_BYTES = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_120": 101_376}
+SHARED_LIMIT_BYTES = {
+    "sm_80": 166_912,
+    "sm_89": 101_376,
+    "sm_90": 232_448,
+    "sm_90a": 232_448,
+    "sm_120": 101_376,
+}
 """Shared memory that one block may take, static and dynamic together (CUDA programming guide,
 technical specifications by compute capability: 163, 99, 227 and 99 KiB)."""
-_SPILL_FREE = frozenset({"sm_120"})
-"""Where a spill fails the build: the architecture that the project is for and cannot time."""
+_SPILL_FREE = frozenset({"sm_90a", "sm_120"})
+"""Where a spill fails the build: sm_120, which the project is for and cannot time, and sm_90a,
+whose warpgroups divide the registers among them to the last one."""
 
 _ENTRY = re.compile(r"Compiling entry function '([^']+)' for '(sm_\w+)'")
 _PROPERTIES = re.compile(r"Function properties for (\S+)")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
-_TILE = re.compile(r"4TileI\w*?((?:Li\d+E)+)E")
+_TILE = re.compile(r"(?:4(Tile)|6(WgTile))I\w*?((?:Li\d+E)+)E")
 _INTEGER = re.compile(r"Li(\d+)E")
 _SHARED = re.compile(r"(\d+) bytes smem")
 
@@ -96,12 +103,15 @@ def parse_ptxas(text: str) -> list[KernelResources]:
 
 
 def tile_of(kernel: str) -> str | None:
-    """The configuration in a mangled name: "72, 32, 3, 4" of ...TileI6__halfLi72ELi32ELi3ELi4E...
+    """The configuration in a mangled name, as C++ writes it, for fp16: it counts bits, not formats.
 
-    None for a kernel that has none, which is launched without dynamic shared memory.
+    "Tile<__half, 72, 32, 3, 4>" of ...4TileI13__nv_bfloat16Li72ELi32ELi3ELi4E... None for a kernel
+    that has none, which is launched without dynamic shared memory.
     """
     tile = _TILE.search(kernel)
-    return ", ".join(_INTEGER.findall(tile[1])) if tile else None
+    if tile is None:
+        return None
+    return f"{tile[1] or tile[2]}<__half, {', '.join(_INTEGER.findall(tile[3]))}>"
 
 
 def with_dynamic_shared(

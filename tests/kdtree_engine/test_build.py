@@ -13,6 +13,7 @@ from kdtree_engine.build import (
     BuildReport,
     CompileError,
     build,
+    origin_of,
     require_current,
     sources_digest,
 )
@@ -68,6 +69,26 @@ def test_a_build_loads_and_is_reused_until_something_changes(csrc: pathlib.Path)
     assert load(fresh).answer() == 43  # type: ignore[attr-defined]
     left = {path.name for path in report.library.parent.iterdir()}
     assert left == {"fresh.so", "libkd.json"}, "only what it was built from stands beside it"
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [("tree_verify_tall_x.cu", "sm_90"), ("tree_verify_wgmma_x.cu", "sm_90a")],
+)
+def test_a_source_may_be_for_one_architecture(
+    csrc: pathlib.Path, name: str, architecture: str
+) -> None:
+    (csrc / "binding.cu").unlink()
+    (csrc / name).write_text("__global__ void store(int* to) { *to = 1; }\n")
+    assert {kernel.architecture for kernel in built(csrc).kernels} == {architecture}
+
+
+@pytest.mark.parametrize("said", [None, "not JSON", "[]"])
+def test_a_library_of_unknown_origin_has_none(tmp_path: pathlib.Path, said: str | None) -> None:
+    if said is not None:
+        (tmp_path / "lib.json").write_text(said)
+    assert origin_of(tmp_path / "lib.so") == {}
 
 
 @needs_nvcc

@@ -44,13 +44,16 @@ def test_each_kernel_and_architecture_is_read() -> None:
 
 
 def test_a_tile_is_found_by_its_template_arguments() -> None:
-    assert tile_of(TILE) == "72, 32"
-    assert tile_of("_ZN1k4TileI13__nv_bfloat16Li16ELi16ELi3ELi1EEE") == "16, 16, 3, 1"
+    assert tile_of(TILE) == "Tile<__half, 72, 32>"
+    mma = "_ZN1k4TileI13__nv_bfloat16Li16ELi16ELi3ELi1EEE"
+    assert tile_of(mma) == "Tile<__half, 16, 16, 3, 1>"
+    wgmma = "_ZN1k6verifyINS_6WgTileI13__nv_bfloat16Li72ELi16EEEEEvNS_6ParamsE"
+    assert tile_of(wgmma) == "WgTile<__half, 72, 16>"
     assert tile_of("_Z5mergePf") is None
 
 
 def test_dynamic_shared_memory_is_added_to_tiles() -> None:
-    tile, merge = with_dynamic_shared(parse_ptxas(PTXAS), {"72, 32": 100_000})
+    tile, merge = with_dynamic_shared(parse_ptxas(PTXAS), {"Tile<__half, 72, 32>": 100_000})
     assert tile.shared_bytes == 100_512
     assert merge.shared_bytes == 0
     with pytest.raises(KeyError, match="72, 32"):
@@ -68,6 +71,11 @@ def a_tile(**changes: object) -> KernelResources:
         ([a_tile()], []),
         ([a_tile(spill_bytes=8)], ["tile on sm_120: 8 bytes spilled, none allowed"]),
         ([a_tile(spill_bytes=8, architecture="sm_90")], []),
+        (
+            [a_tile(spill_bytes=8, architecture="sm_90a", dynamic_shared_bytes=232_448)],
+            ["tile on sm_90a: 8 bytes spilled, none allowed"],
+        ),
+        ([a_tile(architecture="sm_90a", dynamic_shared_bytes=232_449)], ["no tile fits sm_90a"]),
         # A tile too large is not picked, and may spill; but something has to be left to pick.
         ([a_tile(), a_tile(dynamic_shared_bytes=101_377, spill_bytes=8)], []),
         ([a_tile(dynamic_shared_bytes=101_377)], ["no tile fits sm_120"]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pathlib
 from typing import Any
@@ -31,10 +30,11 @@ from phases.registry import load_phases
 DIGEST = "a" * 64
 COUNT = FigureRecord(name="prompts", value=200, unit=Unit.COUNT)
 TIME = FigureRecord(name="16k", value=28.1, unit=Unit.MICROSECONDS)
+HERE = Platform.of(sample_gates.MACHINE, {})
 PROOF = Proof(
     phase="p1_sample",
     host="local",
-    platform=Platform.of(sample_gates.MACHINE),
+    platform=HERE,
     gates={"right": ProofEntry(run=new_run_id(), content=DIGEST)},
 )
 
@@ -194,9 +194,7 @@ def test_evidence_with_another_content_is_stale_and_proves_nothing(store: Store)
     phase = sample_gates.phase(1, right_gate(), sample_gates.speed_gate())
     store.save(record(entry(content=DIGEST)))
     assert store.newest([phase], "local", "bench-1")["right"].stale
-    assert store.prove(phase, "local", sample_gates.MACHINE) == [
-        "right passed, and the code has changed since"
-    ]
+    assert store.prove(phase, "local", HERE) == ["right passed, and the code has changed since"]
 
 
 def test_a_proof_needs_every_correctness_gate_of_the_phase_on_that_machine(
@@ -206,19 +204,19 @@ def test_a_proof_needs_every_correctness_gate_of_the_phase_on_that_machine(
         1, right_gate(), Gate("exact", "exact", sample_gates.passes), sample_gates.speed_gate()
     )
     store.save(record(entry(content=gate_content(root, phase.gates[0]))))
-    assert store.prove(phase, "local", sample_gates.MACHINE) == ["exact was not run"]
+    assert store.prove(phase, "local", HERE) == ["exact was not run"]
 
     store.save(record(entry(gate="exact", content=gate_content(root, phase.gates[1]))))
-    proof = store.prove(phase, "local", sample_gates.MACHINE)
+    proof = store.prove(phase, "local", HERE)
     assert isinstance(proof, Proof)
     assert set(proof.gates) == {"right", "exact"}
-    elsewhere = dataclasses.replace(sample_gates.MACHINE, hostname="bench-2")
+    elsewhere = HERE.model_copy(update={"hostname": "bench-2"})
     assert store.prove(phase, "local", elsewhere) == ["right was not run", "exact was not run"]
-    upgraded = dataclasses.replace(sample_gates.MACHINE, torch="9.9.9")
-    assert store.prove(phase, "local", upgraded) == [
-        "right passed with another GPU, driver, CUDA or torch",
-        "exact passed with another GPU, driver, CUDA or torch",
-    ]
+    for change in ({"torch": "9.9.9"}, {"environment": {"KDTREE_WGMMA": "1"}}):
+        assert store.prove(phase, "local", HERE.model_copy(update=change)) == [
+            "right passed with another GPU, driver, CUDA, torch or environment",
+            "exact passed with another GPU, driver, CUDA, torch or environment",
+        ]
 
 
 def test_a_speed_figure_goes_stale_with_the_code_that_its_proof_rests_on(
@@ -228,7 +226,7 @@ def test_a_speed_figure_goes_stale_with_the_code_that_its_proof_rests_on(
     phase = sample_gates.phase(1, right_gate(), speed)
     right = entry(content=gate_content(root, right_gate()))
     store.save(record(right))
-    proof = store.prove(phase, "local", sample_gates.MACHINE)
+    proof = store.prove(phase, "local", HERE)
     fast = entry(
         gate=speed.name,
         kind=GateKind.SPEED,
@@ -245,9 +243,7 @@ def test_a_speed_figure_goes_stale_with_the_code_that_its_proof_rests_on(
 
 def test_a_phase_without_correctness_gates_proves_nothing(store: Store) -> None:
     phase = sample_gates.phase(1, sample_gates.speed_gate())
-    assert store.prove(phase, "local", sample_gates.MACHINE) == [
-        "the phase has no correctness gate"
-    ]
+    assert store.prove(phase, "local", HERE) == ["the phase has no correctness gate"]
 
 
 def test_kept_records_are_evidence_too(store: Store, tmp_path: pathlib.Path) -> None:

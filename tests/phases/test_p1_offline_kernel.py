@@ -131,9 +131,18 @@ def test_a_wrong_result_has_no_time() -> None:
 
 
 def test_a_kernel_no_faster_than_the_naive_one_is_too_slow(ctx: Context) -> None:
+    def twice(*tensors: object, **options: object) -> object:
+        candidates.operation(*tensors, **options)  # type: ignore[arg-type]
+        return candidates.operation(*tensors, **options)  # type: ignore[arg-type]
+
     with pytest.raises(GateFailure, match=r"at least 1\.7x is due") as caught:
         speed.kernel_speed(
-            ctx, device=CPU, baseline=candidates.operation, regimes=[SMALL], repeats=3
+            ctx,
+            device=CPU,
+            candidate=twice,
+            baseline=candidates.operation,
+            regimes=[SMALL],
+            repeats=3,
         )
     assert caught.value.kind is FailureKind.TOO_SLOW
     assert caught.value.figures[0].name == "least speed-up over naive"
