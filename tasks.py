@@ -306,16 +306,27 @@ def verify(
 @_json_option
 def status(host_name: str | None, as_json: bool) -> None:
     """Phases x hosts from the newest evidence; stale means that the code has changed since."""
-    from phases.report import machine_label, status_rows
+    from phases.report import status_rows
 
     phases, store, here = _phases(), _store(_checkout()), socket.gethostname()
-    labels = {("local", here): "local"}
-    for host, machine in store.machines():
-        labels[host, machine.hostname] = machine_label(host, machine, here)
+    places = [place for place in store.machines() if place != ("local", here)]
+    columns = {
+        host if host != "local" else f"local ({hostname})": (
+            host,
+            hostname,
+            store.newest(phases, host, hostname),
+        )
+        for host, hostname in places
+    }
+    columns = {"local": ("local", here, store.newest(phases, "local", here))} | columns
+    for name, record in store.kept_records().items():
+        kept = store.among([record], phases)
+        columns[f"kept: {name}"] = (record.host, record.machine.hostname, kept)
     if host_name is not None:
         _host(host_name)
-        labels = {place: label for place, label in labels.items() if place[0] == host_name}
-    columns = [store.newest(phases, host, hostname) for host, hostname in labels]
+        columns = {label: column for label, column in columns.items() if column[0] == host_name}
+        if not columns:
+            click.echo(f"no evidence of host {host_name}", err=True)
     if as_json:
         _print_json(
             [
@@ -329,14 +340,15 @@ def status(host_name: str | None, as_json: bool) -> None:
                             "stale": evidence.stale,
                             "run": evidence.record.run,
                         }
-                        for name, evidence in column.items()
+                        for name, evidence in gates.items()
                     },
                 }
-                for ((host, hostname), label), column in zip(labels.items(), columns, strict=True)
+                for label, (host, hostname, gates) in columns.items()
             ]
         )
         return
-    _print_table(("phase", "gate", *labels.values()), status_rows(phases, columns))
+    rows = status_rows(phases, [gates for _, _, gates in columns.values()])
+    _print_table(("phase", "gate", *columns), rows)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -583,7 +595,13 @@ def evidence_keep(run: str, name: str | None) -> None:
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 where a table differs.")
 @click.pass_context
 def evidence_tables(ctx: click.Context, check: bool) -> None:
-    """Write the tables of figures in README and plans anew from kept evidence."""
+    """Write the tables of figures in README and plans anew from kept evidence.
+
+    A document marks the place by a line '<!-- figures: NAME -->' (a row for each gate of the kept
+    record NAME), '<!-- figures: NAME GATE -->' (a row for each figure of one gate) or
+    '<!-- output: NAME -->' (what kd printed), and its end by '<!-- /figures -->' or
+    '<!-- /output -->'.
+    """
     from kdtree_engine.atomic import write_atomically
     from phases.tables import documents, filled
 

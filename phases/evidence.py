@@ -349,13 +349,22 @@ class Store:
         return path
 
     def newest(self, phases: Iterable[Phase], host: str, hostname: str) -> dict[str, Evidence]:
-        """The newest evidence of each gate on `host`, a machine that calls itself `hostname`."""
+        """The newest evidence of each gate on `host`, a machine that calls itself `hostname`.
+
+        From this checkout's own runs: what the repository keeps was run by somebody, somewhere.
+        """
+        return self.among(
+            [
+                record
+                for record in self.own_records()
+                if (record.host, record.machine.hostname) == (host, hostname)
+            ],
+            phases,
+        )
+
+    def among(self, records: Iterable[Record], phases: Iterable[Phase]) -> dict[str, Evidence]:
+        """The newest evidence of each gate among `records`."""
         gates = {gate.name: (phase, gate) for phase in phases for gate in phase.gates}
-        records = [
-            record
-            for record in (*self.own_records(), *self.kept_records().values())
-            if (record.host, record.machine.hostname) == (host, hostname)
-        ]
         found: dict[str, tuple[Record, GateRecord]] = {}
         for record in sorted(records, key=lambda record: record.run):
             found |= {entry.gate: (record, entry) for entry in record.gates if entry.gate in gates}
@@ -364,12 +373,9 @@ class Store:
             for name, (record, entry) in found.items()
         }
 
-    def machines(self) -> list[tuple[str, Machine]]:
-        """The (host, machine) pairs that there is evidence from, the newest machine of each."""
-        seen: dict[tuple[str, str], Machine] = {}
-        for record in (*self.kept_records().values(), *self.own_records()):
-            seen[record.host, record.machine.hostname] = record.machine
-        return [(host, machine) for (host, _), machine in seen.items()]
+    def machines(self) -> list[tuple[str, str]]:
+        """The (host, hostname) pairs that this checkout's runs were made on."""
+        return list({(record.host, record.machine.hostname): None for record in self.own_records()})
 
     def prove(self, phase: Phase, host: str, platform: Platform) -> Proof | list[str]:
         """The proof that every correctness gate of `phase` passed, or the list of what lacks.

@@ -2,7 +2,8 @@
 
 A gate is a function that takes a `Context` and returns figures. It fails by raising
 `GateFailure` with a kind; any other exception is an `error` of the gate itself. It never prints,
-never writes files outside `Context.scratch`, and never decides its own status.
+writes nothing outside `Context.scratch` but caches that a build keeps, and never decides its own
+status.
 """
 
 from __future__ import annotations
@@ -160,3 +161,7 @@ class Gate:
     requires: tuple[Requirement, ...] = ()
     time_limit_s: float = 600.0
     data: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        # The words of `--require` do as well as the members; anything else is refused here.
+        object.__setattr__(self, "requires", tuple(map(Requirement, self.requires)))

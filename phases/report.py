@@ -19,7 +19,6 @@ __all__ = [
     "exit_code",
     "figure_text",
     "gate_rows",
-    "machine_label",
     "notes",
     "plain_table",
     "status_rows",
@@ -74,10 +73,11 @@ def notes(entries: Iterable[GateRecord]) -> list[str]:
                 entry.gate
             )
         elif entry.status is not Status.PASSED:
-            reasons.setdefault((entry.status, entry.message or ""), []).append(entry.gate)
-    return [
-        f"{status}: {reason}: {', '.join(gates)}" for (status, reason), gates in reasons.items()
-    ]
+            told = entry.message or ""
+            if entry.log is not None and entry.status in (Status.FAILED, Status.ERROR):
+                told += f" (log: {entry.log})"
+            reasons.setdefault((entry.status, told), []).append(entry.gate)
+    return [f"{status} {', '.join(gates)}: {why}" for (status, why), gates in reasons.items()]
 
 
 def ending(record: Record) -> list[str]:
@@ -114,13 +114,6 @@ def figure_text(figure: FigureRecord) -> str:
     if figure.unit in (Unit.RATIO, Unit.PROBABILITY, Unit.RELATIVE_ERROR):
         return f"{figure.name} {value}"
     return f"{figure.name}: {value} {figure.unit}"
-
-
-def machine_label(host: str, machine: Machine, here: str) -> str:
-    """A column's head: the host; for `local` on another machine, that machine's GPU or name."""
-    if host != "local" or machine.hostname == here:
-        return host
-    return machine.gpus[0].name if machine.gpus else machine.hostname
 
 
 def status_rows(

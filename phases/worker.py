@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+from kdtree_engine.errors import MissingError
 from phases.gate import Check, Context, FailureKind, Figure, Gate, GateFailure, Status
 
 __all__ = ["Outcome", "run_gate"]
@@ -137,6 +138,8 @@ def _judge(check: Check, context: Context) -> Outcome:
             raise TypeError(f"a gate returns its figures, got {figures!r}")
     except GateFailure as failure:
         return Outcome(Status.FAILED, 0.0, failure.figures, failure.kind, str(failure))
+    except MissingError as error:  # found out on the way, such as a library that is not built
+        return Outcome(Status.BLOCKED, 0.0, message=str(error))
     except Exception as error:
         traceback.print_exc()
         place = traceback.extract_tb(error.__traceback__)[-1]

@@ -58,6 +58,13 @@ def test_the_worked_example_of_a_phase_runs_as_printed(
     assert [plan["gates"] for plan in plans if plan["id"] == 18] == [["greeting-words"]]
 
 
+def test_the_example_of_the_operation_runs_as_printed(readme: str) -> None:
+    (example,) = re.findall(r"```python\n(import torch\n.*?)```", readme, re.DOTALL)
+    names: dict[str, object] = {}
+    exec(example, names)
+    assert tuple(getattr(names["out"], "shape", ())) == (3, 8, 512)
+
+
 def commands(group: click.Group, *above: str) -> list[str]:
     found: list[str] = []
     for name, command in group.commands.items():

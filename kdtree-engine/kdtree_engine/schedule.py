@@ -1,9 +1,9 @@
 """How the KV of a batch is cut into splits, and what workspace the partial results take.
 
 The arithmetic of csrc/schedule.cuh and csrc/workspace.h, in Python: the CPU implementation runs
-it, and tests hold it to what the library itself says. A *stage* is `block_tokens` tokens, the unit
-of splitting; a split is a run [begin, end) of a request's stages, which cover its prefix and then
-its tree nodes.
+it. Tests hold its constants to those of the sources, and its workspace to what the library says. A
+*stage* is `block_tokens` tokens, the unit of splitting; a split is a run [begin, end) of a
+request's stages, which cover its prefix and then its tree nodes.
 
 The default lays the batch on one line, a request being PIECE_COST and its stages long, and cuts
 the line into equal runs, one for each group of thread blocks. Deterministic mode cuts a request
@@ -29,6 +29,8 @@ PIECE_COST = 2
 """What starting a request costs, in stages."""
 DETERMINISTIC_BLOCKS = 8
 """The least stages of a split in deterministic mode."""
+DETERMINISTIC_SPLITS = 128
+"""The most splits of a request in deterministic mode."""
 DETERMINISTIC_ROWS = 1920
 """The most partial rows of a request in deterministic mode."""
 TALLEST_TILE = 72
@@ -115,7 +117,7 @@ def deterministic_splits(blocks: int, rows: int) -> Splits:
     """A request cut by itself. blocks: its stages. rows: its packed rows, nodes times heads."""
     if blocks == 0 or rows == 0:
         return []
-    most = max(1, DETERMINISTIC_ROWS // rows)
+    most = min(max(1, DETERMINISTIC_ROWS // rows), DETERMINISTIC_SPLITS)
     wanted = min(most, max(1, blocks // DETERMINISTIC_BLOCKS))
     step = -(-blocks // wanted)
     return [(begin, min(begin + step, blocks)) for begin in range(0, blocks, step)]

@@ -190,7 +190,7 @@ def long_cases() -> list[AttentionCase]:
 def large_cases() -> list[AttentionCase]:
     """The far ends of the regimes: 200k tokens, 64 requests, 65 and 128 nodes."""
     return [
-        AttentionCase("T=9 L=200k", (9,), (200_000,)),
+        AttentionCase("T=9 L=200k", (9,), (204_800,)),
         AttentionCase("T=65 L=65k", (65,), (65_000,), layout=MaskLayout.PACKED),
         AttentionCase("T=1 L=65k", (1,), (65_000,), layout=None, shape=Shape.CHAIN),
         AttentionCase("T=128 L=16k", (128,), (16_000,), layout=MaskLayout.DRAFT),
@@ -200,7 +200,7 @@ def large_cases() -> list[AttentionCase]:
             tuple(1 + 7 * request % 33 for request in range(64)),
             tuple(97 * request * request % 9001 for request in range(64)),
         ),
-        AttentionCase("200k among short ones", (9,) * 8, (200_000, *range(7))),
+        AttentionCase("200k among short ones", (9,) * 8, (204_800, *range(7))),
     ]
 
 

@@ -213,7 +213,7 @@ def _taken_by_a_call(device: torch.device) -> int:
 
     All requests share one prefix: the formula does not know of lengths, and so need not the pool.
     """
-    batch, nodes, prefix = 64, 65, 200_000
+    batch, nodes, prefix = 64, 65, 204_800
     rows = batch * nodes
     pool = torch.randn(prefix + rows, 576, device=device, dtype=torch.bfloat16)
     q = torch.randn(rows, 8, 576, device=device, dtype=torch.bfloat16)

@@ -15,7 +15,7 @@ from phases.regimes import Regime, time_regime
 __all__ = ["MOST_OVER_CONTIGUOUS", "paged_speed"]
 
 MOST_OVER_CONTIGUOUS = 1.10
-REGIMES = tuple(Regime(1, 8, 9, prefix) for prefix in (4096, 16_384, 65_536, 200_000))
+REGIMES = tuple(Regime(1, 8, 9, prefix) for prefix in (4096, 16_384, 65_536, 204_800))
 _CUDA = torch.device("cuda")
 
 

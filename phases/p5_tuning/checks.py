@@ -41,7 +41,7 @@ TARGETS = (
     Target(Regime(1, 8, 9, 4096), 18, 10),
     Target(Regime(1, 8, 9, 16_384), 28, 16),
     Target(Regime(1, 8, 9, 65_536), 60, 32),
-    Target(Regime(1, 8, 9, 200_000), 140, 80),
+    Target(Regime(1, 8, 9, 204_800), 140, 80),
     Target(Regime(1, 8, 17, 16_384), 34, 22),
     Target(Regime(1, 8, 33, 16_384), 45, 32),
     Target(Regime(1, 8, 65, 16_384), 80, 60),
@@ -95,7 +95,7 @@ def deterministic_bits(
     if not differing:
         raise ValueError("the default schedule gave equal bits too: these batches show nothing")
     return [
-        Figure("batches with equal bits", calls, Unit.COUNT),
+        Figure(f"batches with equal bits, {' and '.join(map(str, devices))}", calls, Unit.COUNT),
         Figure("of them unequal by default", differing, Unit.COUNT),
     ]
 
@@ -131,8 +131,15 @@ def kernel_regimes(
     candidate: Attention = tree_verify_attention,
     targets: Sequence[Target] = TARGETS,
     repeats: int = 50,
+    judged: bool | None = None,
 ) -> list[Figure]:
-    """Each regime's median against what it must reach on an H200; slots scattered, caches cold."""
+    """Each regime's median against what it must reach on an H200; slots scattered, caches cold.
+
+    judged: whether a regime above its bar fails the gate; None: on an H200, as the bars are that
+        card's. Elsewhere the figures are recorded without a verdict.
+    """
+    if judged is None:
+        judged = device.type == "cuda" and "H200" in torch.cuda.get_device_name(device)
     bandwidth, products = copy_bandwidth(device), matmul_rate(device)
     figures: list[Figure] = []
     late: list[str] = []
@@ -172,7 +179,7 @@ def kernel_regimes(
         Figure("matrix product", products / 1e12, Unit.TERAFLOPS),
         Figure("aims reached", reached, Unit.COUNT),
     ]
-    if late:
+    if late and judged:
         raise GateFailure(FailureKind.TOO_SLOW, "; ".join(late), figures)
     return figures
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import pathlib
 import random
+import re
 
 import pytest
 
+from kdtree_engine import schedule
 from kdtree_engine.schedule import (
     DETERMINISTIC_ROWS,
     Grid,
@@ -81,3 +84,26 @@ def test_the_grid_shares_the_processors_among_tiles_of_rows(rows: int, groups: i
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_workspace_stays_below_256_megabytes(processors: int, deterministic: bool) -> None:
     assert workspace_bytes(64, processors, deterministic=deterministic) < 256_000_000
+
+
+@pytest.mark.parametrize(
+    ("header", "name", "value"),
+    [
+        ("schedule.cuh", "kPieceCost", schedule.PIECE_COST),
+        ("schedule.cuh", "kDeterministicBlocks", schedule.DETERMINISTIC_BLOCKS),
+        ("schedule.cuh", "kDeterministicSplits", schedule.DETERMINISTIC_SPLITS),
+        ("workspace.h", "kDeterministicRows", schedule.DETERMINISTIC_ROWS),
+        ("workspace.h", "kTallestTile", schedule.TALLEST_TILE),
+    ],
+)
+def test_the_constants_are_those_of_the_cuda_sources(
+    root: pathlib.Path, header: str, name: str, value: int
+) -> None:
+    text = (root / "kdtree-engine" / "csrc" / header).read_text()
+    found = re.search(rf"constexpr int {name} = (\d+);", text)
+    assert found is not None, f"{header} does not declare {name}"
+    assert int(found[1]) == value
+
+
+def test_a_long_request_of_few_rows_has_at_most_so_many_splits() -> None:
+    assert len(schedule.deterministic_splits(204_800 // 16, rows=8)) == 128

@@ -246,12 +246,16 @@ def test_a_phase_without_correctness_gates_proves_nothing(store: Store) -> None:
     assert store.prove(phase, "local", HERE) == ["the phase has no correctness gate"]
 
 
-def test_kept_records_are_evidence_too(store: Store, tmp_path: pathlib.Path) -> None:
+def test_a_kept_record_is_found_by_its_name_and_proves_nothing_here(
+    store: Store, tmp_path: pathlib.Path
+) -> None:
     kept = record(entry())
     assert store.keep(kept, "first", []) == tmp_path / "kept" / "first.json"
     assert store.find("first") == kept
     assert store.kept_records() == {"first": kept}
-    assert store.machines() == [("local", sample_gates.MACHINE)]
+    assert store.machines() == []
+    assert store.newest([sample_gates.phase(1, right_gate())], "local", "bench-1") == {}
+    assert store.among([kept], [sample_gates.phase(1, right_gate())])["right"].gate == entry()
 
 
 def test_a_run_that_never_finished_is_not_kept(store: Store) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 from sample_gates import MACHINE
 
-from kdtree_engine.machine import Gpu
 from phases.evidence import Evidence, FigureRecord, GateRecord
 from phases.gate import FailureKind, Gate, GateKind, Status, Unit
 from phases.report import (
@@ -16,7 +14,6 @@ from phases.report import (
     exit_code,
     figure_text,
     gate_rows,
-    machine_label,
     notes,
     status_rows,
 )
@@ -98,19 +95,13 @@ def test_notes_name_each_reason_once_with_the_gates_that_it_holds_up() -> None:
         entry(Status.PASSED, "d"),
     ]
     assert notes(entries) == [
-        "blocked: no GPU: a, b",
-        "unwritten: declared in the plan, no body yet: c",
+        "blocked a, b: no GPU",
+        "unwritten c: declared in the plan, no body yet",
     ]
+    failed = entry(Status.FAILED, log=".kd/logs/x/right.log")
+    assert notes([failed]) == ["failed right: the reason (log: .kd/logs/x/right.log)"]
     assert counts(entries) == "4 gates: 1 passed, 2 blocked, 1 unwritten"
     assert counts(entries[:1]) == "1 gate: 1 blocked"
-
-
-def test_evidence_of_another_local_machine_is_labelled_by_its_gpu() -> None:
-    gpu = Gpu("NVIDIA H200", (9, 0), 1, 132, usable=True)
-    other = dataclasses.replace(MACHINE, hostname="bench-2", gpus=(gpu,))
-    assert machine_label("local", MACHINE, "bench-1") == "local"
-    assert machine_label("local", other, "bench-1") == "NVIDIA H200"
-    assert machine_label("ct200", other, "bench-1") == "ct200"
 
 
 def test_status_cells_mark_what_is_stale_and_what_was_never_run() -> None:

@@ -64,6 +64,7 @@ def test_a_run_leaves_one_record_with_all_that_was_found(start, store: Store) ->
     [
         (sample_gates.fails, Status.FAILED, FailureKind.NUMERICAL, "row 3 of request 1 differs"),
         (sample_gates.breaks, Status.ERROR, None, "IndexError at sample_gates.py:"),
+        (sample_gates.misses_a_library, Status.BLOCKED, None, "is not built (run `kd build`)"),
         (sample_gates.answers_nothing, Status.ERROR, None, "a gate returns its figures, got ()"),
         (sample_gates.gives_infinity, Status.ERROR, None, "refused: "),
         (sample_gates.measures, Status.ERROR, None, "a correctness gate has no speed figure"),

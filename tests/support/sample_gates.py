@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from kdtree_engine.errors import MissingError
 from kdtree_engine.machine import Machine
 from phases.gate import Context, FailureKind, Figure, Gate, GateFailure, GateKind, Unit
 from phases.phase import Phase
@@ -48,6 +49,10 @@ def fails(context: Context) -> Sequence[Figure]:
 
 def breaks(context: Context) -> Sequence[Figure]:
     raise IndexError("list index out of range")
+
+
+def misses_a_library(context: Context) -> Sequence[Figure]:
+    raise MissingError("the kernel library is not built", remedy="run `kd build`")
 
 
 def answers_nothing(context: Context) -> Sequence[Figure]:
