@@ -761,19 +761,25 @@ def _run(
     from phases import runner
 
     checkout = _checkout()
+    store = _store(checkout)
     machine = _local_machine(host_name)
-    with _Watch(len(selection)) as watch:
-        return runner.run(
-            selection,
-            checkout=checkout,
-            store=_store(checkout),
-            machine=machine,
-            host=host_name,
-            seed=seed,
-            command=["kd", *sys.argv[1:]],
-            fail_fast=fail_fast,
-            watch=watch,
-        )
+    try:
+        with _Watch(len(selection)) as watch:
+            return runner.run(
+                selection,
+                checkout=checkout,
+                store=store,
+                machine=machine,
+                host=host_name,
+                seed=seed,
+                command=["kd", *sys.argv[1:]],
+                fail_fast=fail_fast,
+                watch=watch,
+            )
+    except KeyboardInterrupt:
+        run = store.find("latest").run
+        click.echo(f"what had not ended is interrupted: kd evidence show {run}", err=True)
+        raise
 
 
 def _report(
