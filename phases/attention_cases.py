@@ -175,8 +175,12 @@ def make_inputs(
     slots = case.pool_slots or 2 * (prefix_total + rows) + 17
     draft_slots, kv_indices = _place(case, slots, generator, contiguous_view)
 
-    q = torch.randn(rows, case.heads, dim, generator=generator).to(dtype)
-    written = torch.randn(len(draft_slots) + len(kv_indices), dim, generator=generator).to(dtype)
+    # In float64 every bit is drawn: values that fit float32 would not show a rounding to it.
+    drawn = torch.float64 if dtype == torch.float64 else torch.float32
+    q = torch.randn(rows, case.heads, dim, generator=generator, dtype=drawn).to(dtype)
+    written = torch.randn(
+        len(draft_slots) + len(kv_indices), dim, generator=generator, dtype=drawn
+    ).to(dtype)
     if case.content is Content.UNIFORM:
         q[..., : case.latent] = 0
         written[:, case.latent :] = 0

@@ -110,28 +110,34 @@ def attention_matches_oracle(
 
 def path_cases(heads: int = 3, latent: int = 64, rope: int = 16) -> list[AttentionCase]:
     """Cases for `attention_equals_paths`, at widths that only the oracle takes by default."""
-    sizes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
-        ((1,), (0,)),
-        ((3,), (1,)),
-        ((9,), (21,)),
-        ((17,), (0,)),
-        ((33,), (40,)),
-        ((65,), (5,)),
-        ((9, 1, 17), (0, 21, 3)),
-        ((3, 33, 9, 2), (30, 1, 0, 7)),
+    # Nodes, prefixes, padded rows.
+    sizes: list[tuple[tuple[int, ...], tuple[int, ...], int]] = [
+        ((1,), (0,), 0),
+        ((3,), (1,), 0),
+        ((9,), (21,), 0),
+        ((17,), (0,), 0),
+        ((33,), (40,), 0),
+        ((65,), (5,), 0),
+        ((9, 1, 17), (0, 21, 3), 0),
+        ((3, 33, 9, 2), (30, 1, 0, 7), 0),
+        ((3, 9), (21, 0), 5),
+        ((), (), 2),
+        ((0, 3, 0, 9, 0), (0, 21, 7, 0, 0), 1),
     ]
     return [
         AttentionCase(
-            f"T={trees} L={prefixes}, {'no' if layout is None else layout.value} mask",
+            f"T={trees} L={prefixes} and {padded} padded rows, "
+            f"{'no' if layout is None else layout.value} mask",
             trees,
             prefixes,
             heads=heads,
             layout=layout,
             shape=Shape.CHAIN if layout is None else Shape.MIXED,
+            padded_rows=padded,
             latent=latent,
             rope=rope,
         )
-        for trees, prefixes in sizes
+        for trees, prefixes, padded in sizes
         for layout in (*MaskLayout, None)
     ]
 
@@ -149,7 +155,10 @@ def attention_equals_paths(
     """The candidate against no oracle at all: every path of every tree as an ordinary sequence.
 
     The prefix and the nodes of a root-to-leaf path make a causal sequence like any other; torch's
-    scaled_dot_product_attention says what its last rows are. Nothing of the tree mask enters.
+    scaled_dot_product_attention says what its last rows are. Nothing of the tree mask enters. The
+    lse is that of the same sequence's scores. Padded rows are zeros with an lse of -inf.
+
+    Each case makes two calls: one into an `out` full of NaN and with the lse, one with neither.
     """
     cases = path_cases() if cases is None else cases
     worst, paths = 0.0, 0
@@ -158,13 +167,13 @@ def attention_equals_paths(
         generator = torch.Generator().manual_seed(ctx.seed * 1000 + done)
         inputs = make_inputs(case, dtype=dtype, device=device, generator=generator)
         out = torch.full((*inputs.q.shape[:2], case.latent), torch.nan, dtype=dtype, device=device)
-        answer = _call(candidate, case, inputs, out=out)
-        expected, found = _by_paths(case, inputs)
+        expected, lse, found = _by_paths(case, inputs)
         paths += found
-        error, _ = _Bar(case, inputs, dtype, tolerance_factor).judge(
-            answer, expected, None, out=out
-        )
-        worst = max(worst, error)
+        bar = _Bar(case, inputs, dtype, tolerance_factor)
+        answer = _call(candidate, case, inputs, out=out, return_lse=True)
+        error, _ = bar.judge(answer, expected, lse, out=out)
+        again, _ = bar.judge(_call(candidate, case, inputs), expected, None, out=None)
+        worst = max(worst, error, again)
     ctx.progress(len(cases), len(cases), "done")
     return [
         Figure("worst relative error", worst, Unit.RELATIVE_ERROR),
@@ -245,6 +254,8 @@ class _Bar:
             self._fail(FailureKind.DTYPE, f"out must be {self.dtype}, got {answer.dtype}")
         if out is not None and answer.data_ptr() != out.data_ptr():
             self._fail(FailureKind.SHAPE, "the result must be the `out` that was given")
+        if out is not None:
+            answer = out  # what the caller looks at, whatever view of it was returned
         got = answer.to(torch.float64)
         wrong = (~got.isfinite()).nonzero()
         if len(wrong):
@@ -352,10 +363,16 @@ def _means(case: AttentionCase, inputs: AttentionInputs) -> tuple[torch.Tensor, 
     return out, lse
 
 
-def _by_paths(case: AttentionCase, inputs: AttentionInputs) -> tuple[torch.Tensor, int]:
-    """The right answer by running each root-to-leaf path as a causal sequence, and their number."""
+def _by_paths(
+    case: AttentionCase, inputs: AttentionInputs
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The right answer by running each root-to-leaf path as a causal sequence.
+
+    Returns out, lse, and the number of paths.
+    """
     q = inputs.q.to(torch.float64)
     out = torch.zeros(*q.shape[:2], case.latent, dtype=torch.float64, device=q.device)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64, device=q.device)
     paths = 0
     for first, prefix, own, parents in _requests(case, inputs):
         for leaf in sorted(set(range(len(parents))) - set(parents)):
@@ -368,8 +385,11 @@ def _by_paths(case: AttentionCase, inputs: AttentionInputs) -> tuple[torch.Tenso
                 queries, keys, keys[..., : case.latent], is_causal=True, scale=case.sm_scale
             )
             out[rows] = attended[:, len(prefix) :].transpose(0, 1)
+            for place, row in enumerate(rows, start=len(prefix)):
+                scores = (keys[0, : place + 1] @ q[row].T) * case.sm_scale
+                lse[row] = scores.exp().sum(0).log()
             paths += 1
-    return out, paths
+    return out, lse, paths
 
 
 def _requests(

@@ -135,6 +135,11 @@ def _equals_definition(
                 if found != sees:
                     _fail(f"{layout.value}: request {request}, node {node}, node {other}")
                 entries += 1
+            if layout is MaskLayout.FULL:
+                columns = start + node * (prefix + nodes)
+                if any(value != 1 for value in values[columns : columns + prefix]):
+                    _fail(f"full: request {request}, node {node} does not see the whole prefix")
+                entries += prefix
     return entries
 
 
@@ -143,13 +148,25 @@ def _malformed_are_refused() -> int:
     full, full_starts = pack_masks([mask], [3], MaskLayout.FULL)
     draft, draft_starts = pack_masks([mask], [3], MaskLayout.DRAFT)
     packed, packed_starts = pack_masks([mask], [3], MaskLayout.PACKED)
-    hidden = full.clone()
-    hidden[1] = 0
+    two, two_starts = pack_masks([mask, mask], [3, 2], MaskLayout.FULL)
+
+    def hidden(request: int, node: int, column: int) -> Callable[[], object]:
+        holed = two.clone()
+        holed[int(two_starts[request]) + node * ((3, 2)[request] + 4) + column] = 0
+        return lambda: unpack_masks(holed, two_starts, [4, 4], [3, 2])
+
     attempts: dict[str, Callable[[], object]] = {
         "a mask that is too short": lambda: unpack_masks(full[:-1], full_starts, [4], [3]),
         "steps of no layout": lambda: unpack_masks(full, full_starts - 1, [4], [3]),
         "the steps of another prefix": lambda: unpack_masks(full, full_starts, [4], [2]),
-        "a hidden prefix column": lambda: unpack_masks(hidden, full_starts, [4], [3]),
+        **{
+            f"a hidden prefix column {column} of node {node} of request {request}": hidden(
+                request, node, column
+            )
+            for request, prefix in enumerate((3, 2))
+            for node in range(4)
+            for column in range(prefix)
+        },
         "a byte of 2": lambda: unpack_masks(draft * 2, draft_starts, [4], [3]),
         "a bit beyond the nodes": lambda: unpack_masks(packed | 16, packed_starts, [4], [3]),
         "a float mask": lambda: unpack_masks(draft.float(), draft_starts, [4], [3]),

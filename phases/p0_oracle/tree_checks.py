@@ -25,7 +25,13 @@ _MOST_SUBSETS = 1 << 14
 
 @single_threaded
 def tree_equals_brute_force(
-    build: TreeBuilder, ctx: Context, *, max_depth: int = 4, max_columns: int = 4, draws: int = 3
+    build: TreeBuilder,
+    ctx: Context,
+    *,
+    max_depth: int = 4,
+    max_columns: int = 4,
+    draws: int = 3,
+    large: bool = True,
 ) -> list[Figure]:
     """All depths D, columns K and budgets of small sizes, with ties and impossible tokens.
 
@@ -33,6 +39,9 @@ def tree_equals_brute_force(
     be the first `budget`, in that order; and, where there are at most 14 nodes, every one of the
     2^nodes subsets that holds each node's parent, none of which may have a larger sum of
     probabilities (the expected number of accepted tokens) than the tree of that size.
+
+    large: also trees of the sizes that a service builds, up to 12 deep, 100 wide and 128 nodes.
+    There the list holds every rank tuple that may be among the first `budget`, and no other.
     """
     sizes = [
         (depth, columns)
@@ -57,10 +66,23 @@ def tree_equals_brute_force(
                         made = float(tree.log_weights[1:].exp().sum())
                         _not_beaten(made, best[min(budget, len(ranked))], what)
                         subsets += 2 ** len(ranked)
+    deepest = widest = 0
+    for number, (depth, columns, budget) in enumerate(_LARGE if large else ()):
+        ctx.progress(len(sizes), len(sizes), f"depth {depth}, {columns} columns, {budget} nodes")
+        for rows in _ROWS:
+            log_probs = _large(rows, depth, columns, ctx.seed * 1000 + number)
+            tree = build(log_probs, budget, None, root_token=7)
+            wanted = _enumerate(log_probs, None, most=budget)[:budget]
+            _equals_list(tree, wanted, f"{rows} log_probs {depth} x {columns}, budget={budget}")
+            deepest = max(deepest, *(len(ranks) for _, ranks, _ in wanted))
+            widest = max(widest, *(max(ranks) + 1 for _, ranks, _ in wanted))
+            trees += 1
     ctx.progress(len(sizes), len(sizes), "done")
     return [
         Figure("trees", trees, Unit.COUNT),
         Figure("subsets tried", subsets, Unit.COUNT),
+        Figure("levels of the deepest tree", deepest, Unit.COUNT),
+        Figure("ranks of the widest tree", widest, Unit.COUNT),
     ]
 
 
@@ -71,8 +93,10 @@ def tree_has_properties(
     """What holds for every tree, on inputs that hypothesis draws and, where it fails, shrinks.
 
     The budget is used up as far as there are nodes; parents precede children and lie one level up;
-    weights are path sums and never rise; ranks have no holes; a larger budget only appends;
-    impossible tokens are absent; `token_ids` renames and changes nothing else.
+    weights are path sums; ranks have no holes; nodes come by weight and then by rank tuple, and no
+    node that is left out comes before one that is in; a larger budget only appends; impossible
+    tokens are absent; `token_ids` renames and changes nothing else. A third of the inputs has the
+    sizes that a service uses. `token_ids` that name one token twice at a depth must be refused.
 
     shrink: look for a smaller input that fails too, which takes some seconds.
     """
@@ -101,7 +125,11 @@ def tree_has_properties(
         holds()
     finally:
         hypothesis.configuration.set_hypothesis_home_dir(None)
-    return [Figure("drawn trees", seen, Unit.COUNT)]
+    refused = _repeated_names_are_refused(build)
+    return [
+        Figure("drawn trees", seen, Unit.COUNT),
+        Figure("repeated token numbers refused", refused, Unit.COUNT),
+    ]
 
 
 def _draw(depth: int, columns: int, draw: int, generator: torch.Generator) -> torch.Tensor:
@@ -117,24 +145,53 @@ def _draw(depth: int, columns: int, draw: int, generator: torch.Generator) -> to
     return tied
 
 
+_LARGE = ((8, 100, 64), (12, 40, 96), (10, 100, 128))
+"""Depth, columns, budget."""
+_ROWS = ("flat", "random", "peaked", "tied", "equal")
+
+
+def _large(rows: str, depth: int, columns: int, seed: int) -> torch.Tensor:
+    """Log-probabilities [depth, columns]: flat rows give wide fans, peaked ones deep chains."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(depth, columns, generator=generator, dtype=torch.float64)
+    if rows == "equal":
+        # Probability 1 everywhere: all nodes weigh the same, and rank tuples alone decide.
+        return torch.zeros_like(drawn)
+    if rows == "tied":
+        # Eighths are exact, so that sums tie exactly.
+        return -torch.randint(0, 9, (depth, columns), generator=generator).to(torch.float64) / 8
+    return (drawn * {"flat": 0.05, "random": 2.0, "peaked": 12.0}[rows]).log_softmax(-1)
+
+
 _Node = tuple[float, tuple[int, ...], tuple[int, ...]]
 """Minus the log weight, rank tuple, tokens of the path."""
 
 
-def _enumerate(log_probs: torch.Tensor, top_k: int | None) -> list[_Node]:
-    """Every node of the full tree, best first, equal ones by rank tuple."""
+def _enumerate(log_probs: torch.Tensor, top_k: int | None, most: int | None = None) -> list[_Node]:
+    """The nodes of the full tree, best first, equal ones by rank tuple.
+
+    most: leave out nodes that cannot be among the first so many. In front of the tuple
+    (r_1, ..., r_d) stand all tuples no longer than it and nowhere of a higher rank, itself included
+    sum over k of (r_1 + 1) * ... * (r_k + 1).
+    """
     rows: list[list[tuple[float, int]]] = []
     for row in log_probs.tolist():
         ordered = sorted((-value, column) for column, value in enumerate(row))[:top_k]
         rows.append([(minus, column) for minus, column in ordered if minus < math.inf])
     nodes: list[_Node] = []
-    for depth in range(1, len(rows) + 1):
-        for ranks in itertools.product(*(range(len(row)) for row in rows[:depth])):
-            path = [rows[level][rank] for level, rank in enumerate(ranks)]
-            minus = 0.0
-            for value, _ in path:
-                minus += value
-            nodes.append((minus, ranks, tuple(column for _, column in path)))
+    # Rank tuple, tokens, weight, and of the tuples in front: all, and those as long as it.
+    level: list[tuple[_Node, int, int]] = [((0.0, (), ()), 0, 1)]
+    for row in rows:
+        deeper = []
+        for (minus, ranks, path), in_front, as_long in level:
+            for rank, (value, column) in enumerate(row):
+                longest = as_long * (rank + 1)
+                if most is not None and in_front + longest > most:
+                    break
+                node = (minus + value, (*ranks, rank), (*path, column))
+                deeper.append((node, in_front + longest, longest))
+        level = deeper
+        nodes += [node for node, _, _ in level]
     return sorted(nodes)
 
 
@@ -182,17 +239,24 @@ def _not_beaten(made: float, best: float, what: str) -> None:
 
 @st.composite
 def _inputs(draw: st.DrawFn) -> dict[str, Any]:
-    depth, columns = draw(st.integers(1, 5)), draw(st.integers(1, 6))
-    exact = st.integers(-8, 0).map(lambda quarters: quarters / 4)
-    value = st.one_of(exact, st.floats(-50.0, 0.0), st.just(-math.inf))
-    row = st.lists(value, min_size=columns, max_size=columns)
-    names = st.permutations(range(100, 100 + columns))
+    large = draw(st.integers(0, 2)) == 2
+    if large:
+        depth, columns = draw(st.integers(6, 12)), draw(st.integers(10, 100))
+        log_probs = _large(draw(st.sampled_from(_ROWS)), depth, columns, draw(st.integers(0, 999)))
+        names = 100 + torch.arange(columns).flip(0).expand(depth, columns)
+    else:
+        depth, columns = draw(st.integers(1, 5)), draw(st.integers(1, 6))
+        exact = st.integers(-8, 0).map(lambda quarters: quarters / 4)
+        value = st.one_of(exact, st.floats(-50.0, 0.0), st.just(-math.inf))
+        row = st.lists(value, min_size=columns, max_size=columns)
+        rows = draw(st.lists(row, min_size=depth, max_size=depth))
+        log_probs = torch.tensor(rows, dtype=torch.float64)
+        permuted = st.permutations(range(100, 100 + columns))
+        names = torch.tensor([draw(permuted) for _ in range(depth)])
     return {
-        "log_probs": torch.tensor(
-            draw(st.lists(row, min_size=depth, max_size=depth)), dtype=torch.float64
-        ),
-        "token_ids": torch.tensor([draw(names) for _ in range(depth)]),
-        "budget": draw(st.integers(0, 40)),
+        "log_probs": log_probs,
+        "token_ids": names,
+        "budget": draw(st.integers(0, 128 if large else 40)),
         "top_k": draw(st.one_of(st.none(), st.integers(1, 7))),
     }
 
@@ -207,7 +271,8 @@ def _check_properties(
     budget: int,
     top_k: int | None,
 ) -> None:
-    what = f"log_probs={log_probs.tolist()}, budget={budget}, top_k={top_k}"
+    shown = log_probs.tolist() if log_probs.numel() <= 30 else list(log_probs.shape)
+    what = f"log_probs={shown}, budget={budget}, top_k={top_k}"
     tree = build(log_probs, budget, top_k, root_token=0)
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
     depths, log_weights = tree.depths.tolist(), tree.log_weights.tolist()
@@ -225,15 +290,16 @@ def _check_properties(
             _fail(f"node {node} carries a token of probability 0", what)
         if log_weights[node] != log_weights[parent] + own:
             _fail(f"node {node} weighs {log_weights[node]}, not its path's sum", what)
-        if node > 1 and log_weights[node] > log_weights[node - 1]:
-            _fail(f"node {node} is heavier than node {node - 1}", what)
         taken.setdefault(parent, []).append(column)
+    ordered = log_probs.sort(dim=1, descending=True, stable=True)
+    ranked_columns, ranked_weights = ordered.indices.tolist(), ordered.values.tolist()
     for parent, columns in taken.items():
-        ranked = log_probs[depths[parent]].sort(descending=True, stable=True).indices.tolist()
+        ranked = ranked_columns[depths[parent]]
         if columns != ranked[: len(columns)]:
             _fail(f"the children of node {parent} carry {columns}, not the best ranks", what)
         if top_k is not None and len(columns) > top_k:
             _fail(f"node {parent} has {len(columns)} children, more than top_k", what)
+    _in_order(parents, depths, log_weights, ranked_weights, wide, what)
 
     larger = build(log_probs, budget + 1, top_k, root_token=0)
     if larger.tokens[: len(tree)].tolist() != tokens or len(larger) - len(tree) > 1:
@@ -245,6 +311,51 @@ def _check_properties(
     ]
     if named.tokens.tolist() != wanted or named.parents.tolist() != parents:
         _fail("token_ids changes more than the tokens' names", what)
+
+
+def _in_order(
+    parents: Sequence[int],
+    depths: Sequence[int],
+    log_weights: Sequence[float],
+    ranked: Sequence[Sequence[float]],
+    wide: Sequence[int],
+    what: str,
+) -> None:
+    """Nodes come by (-weight, rank tuple), and what is left out comes behind all of them.
+
+    It is enough to look at each node's best child that is not in: all others are no better.
+    """
+    children = [0] * len(parents)
+    ranks: list[tuple[int, ...]] = [()]
+    keys = []
+    for node, parent in enumerate(parents[1:], start=1):
+        ranks.append((*ranks[parent], children[parent]))
+        children[parent] += 1
+        keys.append((-log_weights[node], ranks[node]))
+        if node > 1 and keys[-1] <= keys[-2]:
+            _fail(f"node {node} belongs before node {node - 1}", what)
+    for node, count in enumerate(children):
+        if keys and depths[node] < len(ranked) and count < wide[depths[node]]:
+            weight = log_weights[node] + ranked[depths[node]][count]
+            if (-weight, (*ranks[node], count)) <= keys[-1]:
+                _fail(f"a child of node {node} of rank {count} is missing", what)
+
+
+def _repeated_names_are_refused(build: TreeBuilder) -> int:
+    """One token twice among siblings would make the walk ambiguous, wherever it stands."""
+    columns, tried = 4, 0
+    for depth, (first, second) in itertools.product(
+        range(2), itertools.combinations(range(columns), 2)
+    ):
+        names = torch.arange(2 * columns).view(2, columns)
+        names[depth, second] = names[depth, first]
+        tried += 1
+        try:
+            build(torch.full((2, columns), -1.0), 3, None, token_ids=names)
+        except ValueError:
+            continue
+        _fail("a token that stands twice at one depth is accepted", f"token_ids={names.tolist()}")
+    return tried
 
 
 def _fail(problem: str, what: str) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
 
+from kdtree_engine.reference import slots, tree
 from kdtree_engine.reference.acceptance import (
     Acceptance,
     Compaction,
@@ -15,6 +17,7 @@ from kdtree_engine.reference.acceptance import (
     accept_sampled,
     apply_compaction,
 )
+from kdtree_engine.reference.slots import SlotAllocator
 from kdtree_engine.reference.speculative import Parts
 from kdtree_engine.reference.tree import DraftTree, build_draft_tree
 from phases.gate import Context, FailureKind, Figure, GateFailure
@@ -30,7 +33,7 @@ def ctx(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Context:
 
 def speculate(ctx: Context, parts: Parts) -> None:
     speculation_equals_plain(
-        ctx, parts=parts, budgets=(8, 32), batches=(4,), prompts_each=8, new_tokens=16
+        ctx, parts=parts, budgets=(1, 8, 32), batches=(4,), prompts_each=8, new_tokens=16
     )
 
 
@@ -116,8 +119,69 @@ def test_the_honest_tree_passes(check: Callable[..., list[object]], ctx: Context
 
 
 def test_a_worse_tree_costs_speed_and_no_token(ctx: Context) -> None:
-    """Losslessness does not hang on the tree, which is why the tree has gates of its own."""
-    speculate(ctx, Parts(build_tree=breadth_first))
+    """Losslessness does not hang on the tree, which is why the tree has gates of its own.
+
+    The loop still tells that no path is deep any more.
+    """
+    with pytest.raises(GateFailure, match="rounds that accept 3 or more are") as failure:
+        speculate(ctx, Parts(build_tree=breadth_first))
+    assert failure.value.kind is FailureKind.NUMERICAL
+
+
+def capped(
+    log_probs: torch.Tensor, budget: int, top_k: int | None = None, **names: Any
+) -> DraftTree:
+    return build_draft_tree(log_probs, min(budget, 7), top_k, **names)
+
+
+def no_rank_beyond_seven(
+    log_probs: torch.Tensor, budget: int, top_k: int | None = None, **names: Any
+) -> DraftTree:
+    return build_draft_tree(log_probs, budget, min(top_k or 8, 8), **names)
+
+
+def no_level_beyond_five(
+    log_probs: torch.Tensor, budget: int, top_k: int | None = None, **names: Any
+) -> DraftTree:
+    if names.get("token_ids") is not None:
+        names["token_ids"] = names["token_ids"][:5]
+    return build_draft_tree(log_probs[:5], budget, top_k, **names)
+
+
+@pytest.mark.parametrize("check", [tree_equals_brute_force, drawn_trees_have_properties])
+@pytest.mark.parametrize("cheat", [capped, no_rank_beyond_seven, no_level_beyond_five])
+def test_a_tree_that_is_right_while_it_is_small_is_rejected(
+    cheat: Callable[..., DraftTree], check: Callable[..., object], ctx: Context
+) -> None:
+    with pytest.raises(GateFailure) as failure:
+        check(cheat, ctx)
+    assert failure.value.kind is FailureKind.NUMERICAL
+
+
+@pytest.mark.parametrize("cheat", [capped, one_node_short])
+def test_the_loop_too_rejects_a_tree_below_its_budget(
+    cheat: Callable[..., DraftTree], ctx: Context
+) -> None:
+    with pytest.raises(GateFailure, match="nodes under its root, not") as failure:
+        speculate(ctx, Parts(build_tree=cheat))
+    assert failure.value.kind is FailureKind.SHAPE
+
+
+@pytest.mark.parametrize("last", [1, 2, 3])
+def test_a_repeated_token_number_must_be_refused(
+    last: int, ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check of token numbers that leaves out some of the sorted row."""
+    honest = tree._check_token_ids
+    monkeypatch.setattr(
+        tree,
+        "_check_token_ids",
+        lambda ids, log_probs: honest(
+            ids.sort(1).values[:, :-last].contiguous(), log_probs[:, :-last]
+        ),
+    )
+    with pytest.raises(GateFailure, match="a token that stands twice at one depth is accepted"):
+        drawn_trees_have_properties(build_draft_tree, ctx)
 
 
 # -- acceptance -----------------------------------------------------------------------------------
@@ -147,6 +211,26 @@ def keeps_the_rejected_child(tree: DraftTree, logits: torch.Tensor) -> Acceptanc
             nodes[place] = siblings[0]
             break
     return Acceptance(tuple(nodes), honest.drafted, honest.bonus)
+
+
+def stops_at(most: int) -> Callable[[DraftTree, torch.Tensor], Acceptance]:
+    """Right tokens, but never more than so many drafted ones at a time."""
+
+    def accept(tree: DraftTree, logits: torch.Tensor) -> Acceptance:
+        honest = accept_greedy(tree, logits.argmax(-1))
+        if len(honest.drafted) <= most:
+            return honest
+        return Acceptance(honest.nodes[: most + 1], honest.drafted[:most], honest.drafted[most])
+
+    return accept
+
+
+@pytest.mark.parametrize("most", [0, 1, 5])
+def test_a_walk_that_stops_early_is_rejected(most: int, ctx: Context) -> None:
+    """No token is wrong: only what the walk left lying shows."""
+    with pytest.raises(GateFailure, match="the walk stops at node") as failure:
+        speculate(ctx, Parts(accept=stops_at(most)))
+    assert failure.value.kind is FailureKind.TOKEN_MISMATCH
 
 
 def skips_the_move(pool: torch.Tensor, plan: Compaction) -> None:
@@ -196,6 +280,43 @@ def test_the_honest_loop_passes(ctx: Context) -> None:
     compaction_moves_rows(apply_compaction, ctx)
 
 
+def allocates_like(first_run: Callable[[list[int], int], list[int]]) -> type[SlotAllocator]:
+    class Allocator(SlotAllocator):
+        def take(self, count: int) -> list[int]:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(slots, "_first_run", first_run)
+                return super().take(count)
+
+    return Allocator
+
+
+def misses_the_last_start(free: list[int], count: int) -> list[int]:
+    for start in range(len(free) - count):
+        if free[start + count - 1] - free[start] == count - 1:
+            return free[start : start + count]
+    return []
+
+
+class NeverGivesTheLastHolderUp(SlotAllocator):
+    def give(self, slots: Iterable[int]) -> None:
+        super().give(slot for slot in slots if self._holders[slot] > 1)
+
+
+@pytest.mark.parametrize(
+    "cheat",
+    [
+        allocates_like(misses_the_last_start),
+        allocates_like(lambda free, count: free[-count:]),
+        NeverGivesTheLastHolderUp,
+    ],
+    ids=["misses the last start", "takes the highest", "gives nothing back"],
+)
+def test_a_wrong_allocator_is_rejected(cheat: type[SlotAllocator], ctx: Context) -> None:
+    with pytest.raises(GateFailure, match="free") as failure:
+        compaction_moves_rows(apply_compaction, ctx, slots=cheat)
+    assert failure.value.kind is FailureKind.NUMERICAL
+
+
 # -- sampling -------------------------------------------------------------------------------------
 
 
@@ -241,6 +362,25 @@ def test_a_distorted_distribution_is_rejected(
         sampling_keeps_distribution(accept, ctx, samples=6000)
     assert failure.value.kind is FailureKind.NUMERICAL
     assert failure.value.figures[0].name == "p-value"
+
+
+def boosts_drafted_tokens(
+    tree: DraftTree, target_probs: torch.Tensor, generator: torch.Generator
+) -> Acceptance:
+    """Every drafted token is 5 % more likely than the target says."""
+    boosted = target_probs.clone()
+    boosted[tree.parents[1:], tree.tokens[1:]] *= 1.05
+    return accept_sampled(tree, boosted, generator)
+
+
+def test_a_slight_taste_for_drafted_tokens_is_rejected(ctx: Context) -> None:
+    """At the gate's own number of samples, where the joint distribution does not show it."""
+    with pytest.raises(GateFailure, match="sigmas off its expectation") as failure:
+        sampling_keeps_distribution(boosts_drafted_tokens, ctx)
+    assert failure.value.kind is FailureKind.NUMERICAL
+    figures = {figure.name: figure.value for figure in failure.value.figures}
+    assert figures["p-value"] > 1e-4
+    assert figures["accepted tokens off their expectation, in sigmas"] > 4.5
 
 
 def test_the_honest_walk_keeps_the_distribution(ctx: Context) -> None:

@@ -18,6 +18,13 @@ def test_contiguous_takes_the_lowest_run() -> None:
     assert slots.take(4) == [0, 1, 2, 9]  # no run is left that is long enough
 
 
+def test_the_last_run_is_a_run_too() -> None:
+    slots = SlotAllocator(8)
+    slots.take(8)
+    slots.give([1, 5, 6, 7])
+    assert slots.take(3) == [5, 6, 7]
+
+
 def test_scattered_is_drawn_from_the_generator() -> None:
     taken = SlotAllocator(100, torch.Generator().manual_seed(0)).take(20)
     assert len(set(taken)) == 20

@@ -115,6 +115,8 @@ def test_what_is_no_log_probability_is_refused(entry: float, what: str) -> None:
         ({"budget": 1, "top_k": 0}, "top_k"),
         ({"budget": 1, "token_ids": torch.zeros(2, 2, dtype=torch.int64)}, "token_ids"),
         ({"budget": 1, "token_ids": torch.tensor([[4, 4, 5]])}, "token 4 stands there twice"),
+        ({"budget": 1, "token_ids": torch.tensor([[4, 5, 5]])}, "token 5 stands there twice"),
+        ({"budget": 1, "token_ids": torch.tensor([[6, 4, 6]])}, "token 6 stands there twice"),
         ({"budget": 1, "token_ids": torch.zeros(1, 3)}, "token_ids"),
     ],
 )
