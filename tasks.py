@@ -894,8 +894,14 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         from rich.text import Text
 
         table = Table(header_style="bold")
-        for column in columns:
-            table.add_column(column, overflow="fold")  # a name that is cut cannot be typed
+        # A name that is cut or folded cannot be typed: the last column gives way, if it can.
+        widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+        roomy = sum(widths[:-1]) + 3 * len(widths) + 20 <= console.width
+        for column, width in zip(columns, widths, strict=True):
+            last = column is columns[-1]
+            table.add_column(
+                column, overflow="fold", min_width=width if roomy and not last else None
+            )
         for row in rows:
             table.add_row(
                 *(
