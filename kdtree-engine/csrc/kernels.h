@@ -13,7 +13,7 @@ struct TileKernel {
   int block_tokens;
   int smem_bytes;
   int threads;  // of a block
-  bool wgmma;   // sm_90a code, whose partial rows are merged by launch_merge_wgmma
+  bool wgmma;   // sm_90a code, which merges in the same launch
   const void* bf16;
   const void* fp16;
 };
@@ -42,13 +42,13 @@ Tuning& tuning();
 cudaError_t launch_tree_verify(TreeVerifyParams p, void* workspace, cudaStream_t stream);
 
 cudaError_t launch_merge(const TreeVerifyParams& p, int sm_count, bool dependent, cudaStream_t stream);
-cudaError_t launch_merge_wgmma(const TreeVerifyParams& p, int sm_count, bool dependent, cudaStream_t stream);
 cudaError_t launch_naive(const TreeVerifyParams& p, cudaStream_t stream);
 
 // Device attributes, read once a device.
 struct DeviceInfo {
   int sm_count, smem_optin, cc;
   cudaError_t wgmma;  // whether the wgmma tiles can be launched; cudaErrorNotSupported: another capability
+  unsigned* arrivals;  // of launches that merge in themselves
 };
 const DeviceInfo& device_info(int device);
 

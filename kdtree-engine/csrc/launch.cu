@@ -1,9 +1,14 @@
 // Picks the tile and the grid of a launch from launch-time constants, and launches.
 //
 //   nvcc -O3 -std=c++17 -c launch.cu
+#include <cuda.h>
+
+#include <algorithm>
+#include <atomic>
 #include <mutex>
 
 #include "kernels.h"
+#include "merge.cuh"
 #include "tiles.h"
 #include "workspace.h"
 
@@ -11,6 +16,38 @@ namespace kdtree {
 namespace {
 
 constexpr int kMaxDevices = 64;
+
+// Where the blocks of a launch that merges in itself wait for each other: a cell a launch, so that two
+// launches on the GPU at the same time, on different streams, do not meet. A captured launch keeps its
+// cell; the cells come round after 65,536 launches.
+constexpr unsigned kArrivalCells = 1u << 16;
+__device__ unsigned arrival_cells[kArrivalCells];
+
+// Q as the tensor copy engine sees it: boxes of 64 columns and a tile's rows, in the 128-byte swizzle. The
+// driver's function is asked for by name, so that the library does not link libcuda.
+bool make_q_map(const TreeVerifyParams& p, CUtensorMap& map) {
+  using Encode = decltype(&cuTensorMapEncodeTiled);
+  static const Encode encode = [] {
+    void* f = nullptr;
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &found);
+    return found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(f) : nullptr;
+  }();
+  if (encode == nullptr) return false;
+  const cuuint64_t dims[] = {kQkDim, static_cast<cuuint64_t>(p.num_tokens) * p.heads};
+  const cuuint64_t pitch[] = {kRowBytes};
+  const cuuint32_t box[] = {64, static_cast<cuuint32_t>(p.row_tile)};
+  const cuuint32_t steps[] = {1, 1};
+  return encode(&map, p.is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
+                const_cast<void*>(p.q), dims, pitch, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+unsigned* next_arrivals(const DeviceInfo& device) {
+  static std::atomic<unsigned> taken{0};
+  return device.arrivals + taken.fetch_add(1, std::memory_order_relaxed) % kArrivalCells;
+}
 
 template <template <class> class C>
 TileKernel entry(const void* bf16, const void* fp16) {
@@ -100,6 +137,13 @@ const DeviceInfo& device_info(int device) {
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
     d.cc = major * 10 + minor;
     d.wgmma = d.cc == 90 ? cudaSuccess : cudaErrorNotSupported;
+    if (d.wgmma == cudaSuccess) {
+      int cooperative = 0;
+      cudaDeviceGetAttribute(&cooperative, cudaDevAttrCooperativeLaunch, device);
+      void* cells = nullptr;
+      d.wgmma = cooperative ? cudaGetSymbolAddress(&cells, arrival_cells) : cudaErrorNotSupported;
+      d.arrivals = static_cast<unsigned*>(cells);
+    }
     int count;
     const TileKernel* table = tile_table(count);
     for (int i = 0; i < count; ++i) {
@@ -127,6 +171,9 @@ const char* tuning_refusal(const DeviceInfo& device, const Tuning& tuning) {
 
 cudaError_t launch_tree_verify(TreeVerifyParams p, void* workspace, cudaStream_t stream) {
   if (p.num_tokens == 0) return cudaSuccess;
+  // Rows of q are counted in int, and the workspace in unsigned units of 16 bytes.
+  if (static_cast<int64_t>(p.num_tokens) * p.heads > INT32_MAX / 4) return cudaErrorInvalidValue;
+  if (p.batch > static_cast<int>(UINT32_MAX / (kDeterministicRows * (kVDim * 2 / 16)))) return cudaErrorInvalidValue;
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
@@ -140,17 +187,33 @@ cudaError_t launch_tree_verify(TreeVerifyParams p, void* workspace, cudaStream_t
   p.min_blocks = tuning().min_blocks ? tuning().min_blocks : tile->wgmma ? 1 : 2;  // of 64 tokens, of 16 or 32
   const int tiles = (p.max_nodes * p.heads + p.row_tile - 1) / p.row_tile;
   p.lanes = p.deterministic || tiles > info.sm_count ? info.sm_count : tiles;
-  p.groups = info.sm_count / p.lanes;
+  p.groups = std::min(info.sm_count / p.lanes, kMostSplits);
 
   const int64_t rows = workspace_rows(p.batch, info.sm_count, p.deterministic != 0);
   p.partial_out = static_cast<float*>(workspace);
   p.partial_ms = reinterpret_cast<float2*>(p.partial_out + rows * kVDim);
 
+  const void* kernel = p.is_bf16 ? tile->bf16 : tile->fp16;
   void* args[] = {&p};
-  error = cudaLaunchKernel(p.is_bf16 ? tile->bf16 : tile->fp16, dim3(p.groups * p.lanes), dim3(tile->threads), args,
-                           tile->smem_bytes, stream);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(p.groups * p.lanes);
+  config.blockDim = dim3(tile->threads);
+  config.dynamicSmemBytes = tile->smem_bytes;
+  config.stream = stream;
+  if (tile->wgmma) {  // merges in the same launch: all its blocks have to be there at once
+    p.arrivals = next_arrivals(info);
+    CUtensorMap q_map;
+    if (!make_q_map(p, q_map)) return cudaErrorInvalidValue;
+    void* with_map[] = {&p, &q_map};
+    cudaLaunchAttribute cooperative = {};
+    cooperative.id = cudaLaunchAttributeCooperative;
+    cooperative.val.cooperative = 1;
+    config.attrs = &cooperative;
+    config.numAttrs = 1;
+    return cudaLaunchKernelExC(&config, kernel, with_map);
+  }
+  error = cudaLaunchKernelExC(&config, kernel, args);
   if (error != cudaSuccess) return error;
-  if (tile->wgmma) return launch_merge_wgmma(p, info.sm_count, true, stream);
   return launch_merge(p, info.sm_count, info.cc >= 90, stream);
 }
 

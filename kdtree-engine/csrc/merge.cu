@@ -25,7 +25,8 @@ __global__ void __launch_bounds__(kMergeThreads, 4) merge_kernel(const __grid_co
   __shared__ float2 ms_sm[kMostSplits];
   __shared__ float4 sums[kSplitGroups][32];
   const int tid = threadIdx.x, lane = tid & 31, group = tid >> 5;
-  const int share = p.deterministic ? 1 : share_of(p, line_length(p));
+  Line line(p);
+  const int share = share_of(p, line.length());
   bool waited = false;
 
   const unsigned units = static_cast<unsigned>(p.num_tokens) * p.heads * kParts;
@@ -33,33 +34,20 @@ __global__ void __launch_bounds__(kMergeThreads, 4) merge_kernel(const __grid_co
     const unsigned row = unit / kParts;
     const int column = unit % kParts * kColumns + lane * 4;
     const int token = static_cast<int>(row / p.heads);
-    const int b = request_of_token(p, token);
-    const Request r = b < 0 ? Request{} : request_of(p, b);
-    const int local = b < 0 ? 0 : static_cast<int>(row - p.qo_indptr[b] * p.heads);  // packed row of the request
-
-    int splits = 0;  // 0: padding
-    int64_t first = 0, second = 0, step = 0;  // partial rows of split 0 and of split 1, and from there on
-    if (local < r.nodes * p.heads) {
-      if (p.deterministic) {
-        splits = r.splits;
-        step = r.nodes * p.heads;
-        first = static_cast<int64_t>(b) * kDeterministicRows + local;
-        second = first + step;
-      } else {
-        const GroupRange range = groups_of(r, line_start(p, b), share);
-        const int tile = local / p.row_tile, in_tile = local % p.row_tile;
-        splits = range.last - range.first + 1;
-        step = p.lanes * 2 * p.row_tile;
-        first = partial_row_of(p, range.first, tile, true) + in_tile;
-        second = partial_row_of(p, range.first + 1, tile, false) + in_tile;
-      }
-      if (splits == 1) continue;  // the attention kernel wrote it
+    if (p.batch > 32) line.rewind();
+    const int at = line.find_token(token);
+    Partials of = {0, 0, 0, 0};  // padding
+    if (at >= 0) {
+      const Request r = line.request(at);
+      of = partials_of(p, r, line.number(at), static_cast<int>(row) - r.token * p.heads, share);
     }
+    const int splits = of.splits;
+    if (splits == 1) continue;  // the attention kernel wrote it
     if (!waited) {
       wait_for_primary();
       waited = true;
     }
-    const auto partial_row = [&](int k) { return k == 0 ? first : second + (k - 1) * step; };
+    const auto partial_row = [&](int k) -> int64_t { return k == 0 ? of.first : of.second + (k - 1) * of.step; };
 
     __syncthreads();  // the last row's readers of ms_sm and sums are done
     for (int k = tid; k < splits; k += kMergeThreads) ms_sm[k] = __ldcg(p.partial_ms + partial_row(k));

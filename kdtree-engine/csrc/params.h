@@ -36,10 +36,10 @@ struct IndexArray {
   int is_int64 = 0;
 
 #ifdef __CUDACC__
-  __device__ __forceinline__ const int* at(int64_t i) const {
+  __device__ __forceinline__ const int* at(unsigned i) const {  // below 2^31, so that twice that is 32 bits
     return static_cast<const int*>(data) + (i << is_int64);
   }
-  __device__ __forceinline__ int operator[](int64_t i) const { return __ldg(at(i)); }
+  __device__ __forceinline__ int operator[](unsigned i) const { return __ldg(at(i)); }
   __device__ __forceinline__ int64_t wide(int64_t i) const {
     return is_int64 ? __ldg(static_cast<const long long*>(data) + i)
                     : static_cast<int64_t>(__ldg(static_cast<const int*>(data) + i));
@@ -79,7 +79,7 @@ struct TreeVerifyParams {
   int groups;
   int lanes;
   int row_tile;     // packed rows a block attends for
-  int block_tokens; // tokens of one pipeline stage: the unit of splitting
+  int block_tokens; // tokens of one pipeline stage: the unit of splitting; a power of two
   int min_blocks;   // least stages a split has: below, merging costs more than it saves
 
   // Workspace: partial rows, [rows][512] unnormalised outputs, then [rows] (max, sum) pairs. Nothing
@@ -87,6 +87,10 @@ struct TreeVerifyParams {
   // normalised values of q's type.
   float* partial_out;
   float2* partial_ms;
+
+  // Of kernels that merge in the same launch: where their blocks wait for each other (merge_tail.cuh), 0 or
+  // 2^31 between launches.
+  unsigned* arrivals;
 };
 
 }  // namespace kdtree

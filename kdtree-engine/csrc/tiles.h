@@ -24,7 +24,7 @@ template <class T> using Tall72 = Tile<T, 72, 32, 3, 4>;
 template <class T> using Wg16 = WgTile<T, 16, 24>;
 template <class T> using Wg24 = WgTile<T, 24, 22>;
 template <class T> using Wg40 = WgTile<T, 40, 20>;
-template <class T> using Wg72 = WgTile<T, 72, 16>;
+template <class T> using Wg72 = WgTile<T, 72, 17>;
 
 constexpr int kSmallSmem = 101376;  // what a block gets on sm_89 and sm_120
 static_assert(Short16<__half>::kSmemBytes <= kSmallSmem, "a short tile must fit sm_120");

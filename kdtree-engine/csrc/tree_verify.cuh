@@ -105,7 +105,7 @@ __device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece
   const int tokens = piece.prefix + piece.nodes;
   const int first_node = row0 / p.heads;
   const int n_blocks = piece.end - piece.begin;
-  const int64_t out_row0 = piece.token * p.heads + row0;
+  const int64_t out_row0 = static_cast<int64_t>(piece.token) * p.heads + row0;
   const KvView kv(p, piece);
 
   float* scale_sm = reinterpret_cast<float*>(smem + C::kScale);
@@ -535,7 +535,7 @@ __device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece
   }
   __syncthreads();
   if (piece.partial_row >= 0) {
-    float* dst = p.partial_out + piece.partial_row * kVDim;
+    float* dst = p.partial_out + static_cast<int64_t>(piece.partial_row) * kVDim;
 #pragma unroll 4
     for (int c = tid; c < rows * (kVDim / 4); c += kThreads) {
       const int r = c / (kVDim / 4), at = c % (kVDim / 4) * 4;

@@ -20,12 +20,20 @@
 //     values   two of them, each half of the blocks of latent columns: O^T stays in their registers
 // The rope block of a tile comes first in the ring: it is free after the scores, before the others.
 //
+// Code that runs for the first time is fetched from far away, and a service runs other kernels between two
+// of these: at short prefixes that took longer than the attention. So while the first rows are on their
+// way, scores and values go once through their code on nothing (`rehearsal`), with all that others would
+// see left out.
+//
 // The softmax reference is lazy (see tree_verify.cuh): only a tile with a score beyond a reference by
 // kMaxSlack takes the path that finds maxima and has O rescaled.
 #pragma once
 
+#include <cuda.h>
+
 #include <cmath>
 
+#include "merge_tail.cuh"
 #include "params.h"
 #include "ptx.cuh"
 #include "schedule.cuh"
@@ -36,7 +44,7 @@
 namespace kdtree {
 
 constexpr int kWgThreads = 512;  // four warpgroups
-constexpr int kPieceSlots = 4;   // entries of the queue of pieces
+constexpr int kPieceSlots = 2;   // entries of the queue of pieces
 
 template <typename T_, int kRows_, int kSlots_>
 struct WgTile {
@@ -52,14 +60,12 @@ struct WgTile {
   static constexpr int kKv = 0;
   static constexpr int kQ = kKv + kSlots * kSlotBytes;
   static constexpr int kP = kQ + kColumnBlocks * kQBlockBytes;
-  static constexpr int kRef = kP + kRows * 128;             // [row] reference maxima
-  static constexpr int kFactor = kRef + kRows * 4;          // [row] what O is rescaled by
-  static constexpr int kInverse = kFactor + kRows * 4;      // [row] 1 / sum of the piece
-  static constexpr int kMaskBits = kInverse + kRows * 4;    // [node of the tile][4 words]
-  static constexpr int kNodeOf = kMaskBits + kRows * 16;    // [row] -> node of the tile
-  static constexpr int kMoved = kNodeOf + kRows;
-  static constexpr int kPieces = (kMoved + 4 + 15) / 16 * 16;  // the next pieces, see PieceQueue
-  static constexpr int kBarriers = kPieces + kPieceSlots * 64;
+  static constexpr int kRef = kP + kRows * 128;           // [row] reference maxima
+  static constexpr int kFactor = kRef + kRows * 4;        // [row] what O is rescaled by; after the last tile of a
+  static constexpr int kInverse = kFactor;                //       piece, 1 / sum of the piece
+  static constexpr int kMoved = kFactor + kRows * 4;
+  static constexpr int kPieces = (kMoved + 4 + 7) / 8 * 8;  // the next pieces, see PieceQueue
+  static constexpr int kBarriers = kPieces + kPieceSlots * static_cast<int>(sizeof(Piece));
 
   // Barriers, by number.
   static constexpr int kFull = 0;               // a block has landed
@@ -71,14 +77,15 @@ struct WgTile {
   static constexpr int kStatsEmpty = kPFull + 4;
   static constexpr int kPieceFull = kPFull + 5;  // an entry of the queue is filled
   static constexpr int kPieceEmpty = kPieceFull + kPieceSlots;
-  static constexpr int kQFull = kPieceEmpty + kPieceSlots;  // three column blocks of Q have landed
-  static constexpr int kBarrierCount = kQFull + 3;
+  static constexpr int kQFull = kPieceEmpty + kPieceSlots;  // four column blocks of Q have landed, or the other five
+  static constexpr int kBarrierCount = kQFull + 2;
   static constexpr int kSmemBytes = kBarriers + kBarrierCount * 8;
 
   static_assert(kRows % 8 == 0, "packed rows are the N side of wgmma: multiples of 8");
   static_assert(kSlots >= 10, "a tile is nine blocks; fewer slots than that and one deadlocks");
+  static_assert(kNTiles * 2 <= 32, "a lane's rows of a tile are the bits of a word");
   static_assert(kRows <= 72, "the results' way through the slots is laid out for 64 + 8 rows");
-  static_assert(sizeof(Piece) <= 64, "an entry of the queue of pieces is 64 bytes");
+  static_assert(kSlotBytes >= kRows * 17, "the mask's bits pass through the slot of the rope block");
   static_assert(kQ % 1024 == 0 && kP % 1024 == 0, "wgmma operands start at an atom of the swizzle, 1,024 bytes");
   static_assert(kBarriers % 8 == 0, "an mbarrier is 8 bytes, aligned to them");
   static_assert(kMaxNodes == 128, "mask bits are four 32-bit words a node");
@@ -118,29 +125,30 @@ class PieceQueue {
  public:
   __device__ __forceinline__ PieceQueue(char* smem_ptr, uint32_t smem) : smem_ptr_(smem_ptr), smem_(smem) {}
 
-  // Called by whole warps of the scores role. A request of -1 is the end.
-  __device__ __forceinline__ void publish(const Piece& piece, bool exists) {
-    const int at = published_ % kPieceSlots;
-    barrier_wait(barrier<C>(smem_, C::kPieceEmpty + at), ((published_ / kPieceSlots) & 1) ^ 1);
+  // Called by whole warps of the scores role: the piece at hand (0), or the one after it (1). A request of -1
+  // is the end.
+  __device__ __forceinline__ void publish(const Piece& piece, bool exists, uint32_t ahead) {
+    const uint32_t number = taken_ + ahead;
+    const int at = number % kPieceSlots;
+    barrier_wait(barrier<C>(smem_, C::kPieceEmpty + at), ((number / kPieceSlots) & 1) ^ 1);
     if ((threadIdx.x & 127) == 0) {
-      Piece* entry = reinterpret_cast<Piece*>(smem_ptr_ + C::kPieces + at * 64);
+      Piece* entry = reinterpret_cast<Piece*>(smem_ptr_ + C::kPieces) + at;
       *entry = piece;
       if (!exists) entry->request = -1;
       mbarrier_arrive(barrier<C>(smem_, C::kPieceFull + at));
     }
-    ++published_;
   }
   // The next piece, or null after the last.
   __device__ __forceinline__ const Piece* next() {
     barrier_wait(barrier<C>(smem_, C::kPieceFull + taken_ % kPieceSlots), (taken_ / kPieceSlots) & 1);
-    const Piece* piece = reinterpret_cast<const Piece*>(smem_ptr_ + C::kPieces + taken_ % kPieceSlots * 64);
+    const Piece* piece = reinterpret_cast<const Piece*>(smem_ptr_ + C::kPieces) + taken_ % kPieceSlots;
     return piece->request < 0 ? nullptr : piece;
   }
-  // The one after it, which is told before anyone begins the last one.
-  __device__ __forceinline__ const Piece* after() {
-    ++taken_;
+  // The piece at hand (0), or the one after it (1), which is told before anyone begins the one at hand.
+  __device__ __forceinline__ const Piece* peek(int ahead) {
+    taken_ += ahead;
     const Piece* piece = next();
-    --taken_;
+    taken_ -= ahead;
     return piece;
   }
   __device__ __forceinline__ void done() {
@@ -153,7 +161,7 @@ class PieceQueue {
  private:
   char* smem_ptr_;
   uint32_t smem_;
-  uint32_t published_ = 0, taken_ = 0;
+  uint32_t taken_ = 0;
 };
 
 // Blocks of a tile in ring order: the rope columns, then the latent ones.
@@ -178,7 +186,7 @@ __device__ __forceinline__ void copy_role(const TreeVerifyParams& p, char* smem_
     // Positions past the request's end repeat its last one: P is 0 there, and 0 times a row that the
     // request attends to anyway cannot make a NaN.
 #pragma unroll
-    for (int k = 0; k < 4; ++k) slots[k] = __ldg(kv.at(min(at + k * 16, last)));
+    for (int k = 0; k < 4; ++k) slots[k] = load_now(kv.at(min(at + k * 16, last)));
 
 #pragma unroll 1
     for (int i = piece.begin; i < piece.end; ++i) {
@@ -186,10 +194,6 @@ __device__ __forceinline__ void copy_role(const TreeVerifyParams& p, char* smem_
 #pragma unroll
       for (int k = 0; k < 4; ++k) src[k] = kv.row(kv.slot(min(at + k * 16, last), slots[k])) + chunk * 16;
       at += C::kBlock;
-      if (i + 1 < piece.end) {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) slots[k] = __ldg(kv.at(min(at + k * 16, last)));
-      }
       // Unrolled, so that a copy's addresses are a register and a constant: a register that has to be
       // computed anew for each copy waits until the last copy has left the queue.
 #pragma unroll
@@ -200,6 +204,11 @@ __device__ __forceinline__ void copy_role(const TreeVerifyParams& p, char* smem_
         for (int k = 0; k < 4; ++k) cp_async_16_always(dst + k * 2048, src[k] + column_block(b) * 128);
         mbarrier_arrive_copies(barrier<C>(smem, C::kFull + ring.slot));
         ring.advance(1);
+        // Amid the copies: at the head of the loop the addresses of this tile would wait for them as well.
+        if (b == 4 && i + 1 < piece.end) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) slots[k] = load_now(kv.at(min(at + k * 16, last)));
+        }
       }
     }
     queue.done();
@@ -207,6 +216,82 @@ __device__ __forceinline__ void copy_role(const TreeVerifyParams& p, char* smem_
 }
 
 // ---- scores -------------------------------------------------------------------------------------
+// Of some blocks of a tile, from number b in ring order on. One fence for all of them: it costs as much as
+// the products of a block.
+template <class C, int kBlocks>
+__device__ __forceinline__ void products_with_q(float (&s)[C::kNTiles * 4], uint32_t smem, Ring<C>& ring, int b) {
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) barrier_wait(barrier<C>(smem, C::kFull + ring.slot_of(n)), ring.phase_of(n));
+  proxy_fence();  // what cp.async wrote, before what wgmma reads
+  wgmma_fence();
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) {
+    const uint64_t k_op = operand(smem + C::kKv + ring.slot_of(n) * C::kSlotBytes);
+    const uint64_t q_op = operand(smem + C::kQ + (b + n) * C::kQBlockBytes);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) wgmma_m64k16<0>(s, k_op + k * 2, q_op + k * 2, b + n + k > 0, typename C::T());
+  }
+  wgmma_commit();
+  ring.advance(kBlocks);
+}
+
+// Of the scores of tile i, those that the tree mask hides become what exp2 makes 0 of. Through `scratch`, a slot
+// of the ring that is free but not yet given back, the warps tell each other the bits of the nodes' masks. In the
+// rehearsal only the mask is read.
+template <class C>
+__device__ __forceinline__ void hide_unseen(const TreeVerifyParams& p, const Piece& piece, float (&s)[C::kNTiles * 4],
+                                            int i, uint32_t* scratch, bool rehearsal) {
+  constexpr int kGroup = 1;
+  const int tid = threadIdx.x & 127, lane = tid & 31, warp = tid >> 5;
+  const int row0 = piece.tile * C::kRows, rows = min(C::kRows, piece.nodes * p.heads - row0);
+  const int first_node = row0 / p.heads;
+  const int nodes = (row0 + rows - 1) / p.heads + 1 - first_node, words = (piece.nodes + 31) / 32;
+  const MaskView mask(p, piece.request, piece.prefix, piece.nodes);
+  group_sync(kGroup);  // nobody's product reads the slot any more
+#pragma unroll 1
+  for (int w = 0; w < words; ++w) {
+#pragma unroll 1
+    for (int t = warp; t < nodes; t += 16) {
+      bool sees[4];  // four loads under way at once
+#pragma unroll
+      for (int k = 0; k < 4; ++k) sees[k] = t + 4 * k < nodes && mask.sees(first_node + t + 4 * k, w * 32 + lane);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const unsigned bits = __ballot_sync(0xffffffffu, sees[k]);
+        if (lane == 0 && t + 4 * k < nodes && !rehearsal) scratch[(t + 4 * k) * 4 + w] = bits;
+      }
+    }
+  }
+  uint8_t* const node_of = reinterpret_cast<uint8_t*>(scratch + C::kRows * 4);  // [row]
+  if (tid < C::kRows && !rehearsal)
+    node_of[tid] = static_cast<uint8_t>(min((row0 + tid) / p.heads, piece.nodes - 1) - first_node);
+  group_sync(kGroup);
+
+  // Which of this lane's rows see its tokens j0 and j0 + 8, a bit a row. Where the eight rows of an n tile are of
+  // one node, the two that the lane has of it are asked for together.
+  const int col = (lane & 3) * 2, step = p.heads % 8 == 0 ? 2 : 1;
+  const int j0 = i * C::kBlock + warp * 16 + (lane >> 2) - piece.prefix;  // node, or < 0: prefix
+  uint32_t seen0 = 0, seen1 = 0;
+#pragma unroll 1
+  for (int e = 0; e < C::kNTiles * 2; e += step) {
+    const uint32_t* const bits = scratch + (rehearsal ? 0 : node_of[(e >> 1) * 8 + col + (e & 1)] * 4);
+    const auto sees = [&](int j) {
+      if (j < 0) return true;
+      return j < piece.nodes && !rehearsal && (bits[j >> 5] >> (j & 31) & 1) != 0;  // beyond the tree: seen by none
+    };
+    const uint32_t both = step == 2 ? 3u : 1u;
+    if (sees(j0)) seen0 |= both << e;
+    if (sees(j0 + 8)) seen1 |= both << e;
+  }
+#pragma unroll
+  for (int n = 0; n < C::kNTiles; ++n)
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      if (!(seen0 & 1u << (n * 2 + c))) s[n * 4 + c] = -INFINITY;
+      if (!(seen1 & 1u << (n * 2 + c))) s[n * 4 + 2 + c] = -INFINITY;
+    }
+}
+
 template <class C>
 __device__ __forceinline__ void scores_role(const TreeVerifyParams& p, char* smem_ptr, uint32_t smem) {
   using T = typename C::T;
@@ -218,8 +303,6 @@ __device__ __forceinline__ void scores_role(const TreeVerifyParams& p, char* sme
   float* my_lane_sm = lanes_sm + (warp * 8 + (lane >> 2)) * C::kRows + (lane & 3) * 2;
   float* factor_sm = reinterpret_cast<float*>(smem_ptr + C::kFactor);
   float* inverse_sm = reinterpret_cast<float*>(smem_ptr + C::kInverse);
-  uint32_t* bits_sm = reinterpret_cast<uint32_t*>(smem_ptr + C::kMaskBits);
-  uint8_t* node_sm = reinterpret_cast<uint8_t*>(smem_ptr + C::kNodeOf);
   const float scale = p.sm_scale * kLog2e;
 
   // Of a tile's S^T this lane holds tokens warp * 16 + lane / 4 (+ 8) and of each n tile rows col, col + 1.
@@ -230,39 +313,26 @@ __device__ __forceinline__ void scores_role(const TreeVerifyParams& p, char* sme
                           (((warp * 2 + (matrix & 1)) ^ (lane & 7)) << 4);
 
   PieceQueue<C> queue(smem_ptr, smem);
-  Schedule<true> schedule(p);
+  Schedule schedule(p);
   Ring<C> ring;
-  uint32_t tiles = 0;
-  bool more = true;
+  uint32_t given_back = 0;  // the barrier (and the parity, in bit 0) of the last tile's first latent slot
+  // Of the pieces one is told a turn before it is worked on; kTold: there are no more.
+  constexpr int kTold = 1 << 8, kOdd = 1 << 9;  // kOdd: an odd number of tiles so far
 #pragma unroll 1
-  for (int turn = 0;; ++turn) {  // of the pieces one is told a turn before it is worked on
-    if (more) {
+  for (int turn = 0;; turn = min((turn & 0xff) + 1, 3) | (turn & (kTold | kOdd))) {
+    const int number = turn & 0xff;
+    if (number != 1 && !(turn & kTold)) {
       Piece following;
-      more = schedule.next(following);
-      queue.publish(following, more);
+      const bool exists = schedule.next(following);
+      queue.publish(following, exists, number > 0);
+      if (!exists) turn |= kTold;
     }
-    if (turn == 0) continue;
+    if (number == 0) continue;
     const Piece* current = queue.next();
     if (current == nullptr) break;
     const Piece& piece = *current;
-    const int row0 = piece.tile * C::kRows;
-    const int rows = min(C::kRows, piece.nodes * p.heads - row0);
-    const int first_node = row0 / p.heads;
-
-    group_sync(kGroup);  // the last piece's readers of masks are done
+    const bool rehearsal = number == 1;  // see the head of this file
     if (tid < C::kRows) ref[tid] = kNothing;
-    if (piece.end * C::kBlock > piece.prefix) {
-      for (int r = tid; r < C::kRows; r += 128)
-        node_sm[r] = static_cast<uint8_t>(min((row0 + r) / p.heads, piece.nodes - 1) - first_node);
-      const MaskView mask(p, piece.request, piece.prefix, piece.nodes);
-      const int last_node = (row0 + rows - 1) / p.heads;
-      const int words = (piece.nodes + 31) / 32;
-      for (int w = warp; w < (last_node - first_node + 1) * words; w += 4) {
-        const int t = w / words, word = w % words;
-        const unsigned bits = __ballot_sync(0xffffffffu, mask.sees(first_node + t, word * 32 + lane));
-        if (lane == 0) bits_sm[t * 4 + word] = bits;
-      }
-    }
     group_sync(kGroup);
 
     float sum[C::kNTiles][2];
@@ -270,47 +340,39 @@ __device__ __forceinline__ void scores_role(const TreeVerifyParams& p, char* sme
     for (int n = 0; n < C::kNTiles; ++n) sum[n][0] = sum[n][1] = 0.0f;
 
 #pragma unroll 1
-    for (int i = piece.begin; i < piece.end; ++i) {
+    for (int i = rehearsal ? piece.end - 1 : piece.begin; i < piece.end; ++i) {
       float s[C::kNTiles * 4];
 #pragma unroll
       for (int e = 0; e < C::kNTiles * 4; ++e) s[e] = 0.0f;
 
       const uint32_t rope_slot = ring.slot;
+      if (!rehearsal) {
+        const uint32_t first = barrier<C>(smem, C::kEmpty + ring.slot_of(1)) | ring.phase_of(1);
 #pragma unroll 1
-      for (int b = 0; b < C::kColumnBlocks; ++b) {
-        if (i == piece.begin && b % 3 == 0) barrier_wait(barrier<C>(smem, C::kQFull + b / 3), queue.taken() & 1);
-        barrier_wait(barrier<C>(smem, C::kFull + ring.slot), ring.phase);
-        proxy_fence();  // what cp.async wrote, before what wgmma reads
-        wgmma_fence();
-        const uint64_t k_op = operand(smem + C::kKv + ring.slot * C::kSlotBytes);
-        const uint64_t q_op = operand(smem + C::kQ + column_block(b) * C::kQBlockBytes);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) wgmma_m64k16<0>(s, k_op + k * 2, q_op + k * 2, 1, T());
-        wgmma_commit();
-        ring.advance(1);
+        for (int b = 0; b < 8; b += 4) {
+          if (i == piece.begin) barrier_wait(barrier<C>(smem, C::kQFull + b / 4), queue.taken() & 1);
+          // The last tile's first product with V goes before most of the products with Q, which could all run
+          // already: its slot is where the last block of this tile has to land.
+          else if (b == 4) barrier_wait(given_back & ~1u, given_back & 1);
+          products_with_q<C, 4>(s, smem, ring, b);
+        }
+        given_back = first;
+        products_with_q<C, 1>(s, smem, ring, 8);
       }
       wgmma_wait<0>();
-      if (lane == 0) {
+      const auto give_back = [&] {
+        if (lane != 0 || rehearsal) return;
         mbarrier_arrive(barrier<C>(smem, C::kEmpty + rope_slot));
         if (i + 1 == piece.end) mbarrier_arrive(barrier<C>(smem, C::kQEmpty));
-      }
-
+      };
+      const bool tail = (i + 1) * C::kBlock > piece.prefix;
+      if (!tail) give_back();
 #pragma unroll
       for (int e = 0; e < C::kNTiles * 4; ++e) s[e] *= scale;
-      if ((i + 1) * C::kBlock > piece.prefix) {
-        const int j0 = i * C::kBlock + warp * 16 + (lane >> 2) - piece.prefix;  // node, or < 0: prefix
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int j = j0 + h * 8;
-          if (j < 0) continue;
-          const uint32_t bit = j < piece.nodes ? 1u << (j & 31) : 0u;  // beyond the tree: seen by none
-          const uint32_t* bits = bits_sm + (j >> 5 & 3);
-#pragma unroll
-          for (int n = 0; n < C::kNTiles; ++n)
-#pragma unroll
-            for (int c = 0; c < 2; ++c)
-              if (!(bits[node_sm[n * 8 + col + c] * 4] & bit)) s[n * 4 + h * 2 + c] = -INFINITY;
-        }
+      if (tail) {
+        hide_unseen<C>(p, piece, s, i, reinterpret_cast<uint32_t*>(smem_ptr + C::kKv + rope_slot * C::kSlotBytes),
+                       rehearsal);
+        give_back();
       }
 
       float over = -INFINITY;
@@ -321,7 +383,9 @@ __device__ __forceinline__ void scores_role(const TreeVerifyParams& p, char* sme
                                  fmaxf(s[n * 4 + 1] - r.y, s[n * 4 + 3] - r.y)));
       }
       const bool moved = group_any(kGroup, over > kMaxSlack);
-      barrier_wait(barrier<C>(smem, C::kPEmpty), (tiles & 1) ^ 1);  // the last tile's P and factors are read
+      barrier_wait(barrier<C>(smem, C::kPEmpty), turn & kOdd ? 0 : 1);  // the last tile's P and factors are read
+      // And the last piece's sums, in whose place the factors go.
+      if (i == piece.begin) barrier_wait(barrier<C>(smem, C::kStatsEmpty), (queue.taken() & 1) ^ 1);
       if (moved) {
 #pragma unroll
         for (int n = 0; n < C::kNTiles; ++n)
@@ -334,7 +398,7 @@ __device__ __forceinline__ void scores_role(const TreeVerifyParams& p, char* sme
           for (int w = 0; w < 32; ++w) top = fmaxf(top, lanes_sm[w * C::kRows + tid]);
           const float before = ref[tid];
           const bool moves = top > before + kMaxSlack;
-          factor_sm[tid] = moves ? exp2_approx(before - top) : 1.0f;
+          if (!rehearsal) factor_sm[tid] = moves ? exp2_approx(before - top) : 1.0f;
           if (moves) ref[tid] = top;
         }
         group_sync(kGroup);
@@ -362,60 +426,58 @@ __device__ __forceinline__ void scores_role(const TreeVerifyParams& p, char* sme
         if (n + 1 < C::kNTiles) stmatrix_x4_trans(p_addr + n * 1024, packed[0], packed[1], packed[2], packed[3]);
         else stmatrix_x2_trans(p_addr + n * 1024, packed[0], packed[1]);
       }
+      if (rehearsal) break;
       if (tid == 0) *reinterpret_cast<int*>(smem_ptr + C::kMoved) = moved;
       proxy_fence();  // P, before what wgmma reads
       mbarrier_arrive(barrier<C>(smem, C::kPFull));
-      ++tiles;
+      turn ^= kOdd;
     }
 
-    barrier_wait(barrier<C>(smem, C::kPEmpty), (tiles & 1) ^ 1);  // the last tile's P is read
+    barrier_wait(barrier<C>(smem, C::kPEmpty), turn & kOdd ? 0 : 1);  // the last tile's P is read
 #pragma unroll
     for (int n = 0; n < C::kNTiles; ++n)
       *reinterpret_cast<float2*>(my_lane_sm + n * 8) = make_float2(sum[n][0], sum[n][1]);
-    barrier_wait(barrier<C>(smem, C::kStatsEmpty), (queue.taken() & 1) ^ 1);
     group_sync(kGroup);
     if (tid < C::kRows) {
       float total = 0.0f;
 #pragma unroll 8
       for (int w = 0; w < 32; ++w) total += lanes_sm[w * C::kRows + tid];
       const float top = ref[tid];
-      inverse_sm[tid] = total > 0.0f ? 1.0f / total : total;  // 0 for a row that saw nothing, NaN stays
-      if (tid < rows) {
+      const float inverse = total > 0.0f ? 1.0f / total : total;  // 0 for a row that saw nothing, NaN stays
+      if (!rehearsal) inverse_sm[tid] = inverse;
+      const int row0 = piece.tile * C::kRows;
+      if (row0 + tid < piece.nodes * p.heads && !rehearsal) {
         if (piece.partial_row >= 0) p.partial_ms[piece.partial_row + tid] = make_float2(top, total);
         else if (p.lse != nullptr)
-          p.lse[piece.token * p.heads + row0 + tid] = total == 0.0f ? -INFINITY : (top + log2f(total)) / kLog2e;
+          p.lse[static_cast<int64_t>(piece.token) * p.heads + row0 + tid] = total == 0.0f ? -INFINITY : (top + log2f(total)) / kLog2e;
       }
     }
+    if (rehearsal) continue;
     mbarrier_arrive(barrier<C>(smem, C::kStatsFull));
     queue.done();
   }
 }
 
-// Q of a piece, by the threads of both values roles, which have nothing else to do when a piece begins.
+// Q of a piece, column blocks in ring order, by one thread of a values role and the tensor copy engine, which
+// knows the swizzle. Rows of the tile beyond the request's are another's, or zeros: nothing of them is kept.
 template <class C>
-__device__ __forceinline__ void load_q(const TreeVerifyParams& p, const Piece& piece, uint32_t smem, uint32_t index) {
-  const int tid = threadIdx.x & 255, row0 = tid >> 3, chunk = tid & 7;
-  const int tile_row = piece.tile * C::kRows;
-  const int rows = min(C::kRows, piece.nodes * p.heads - tile_row);
-  const char* src =
-      static_cast<const char*>(p.q) + (piece.token * p.heads + tile_row + row0) * kRowBytes + chunk * 16;
-  const uint32_t dst = smem + C::kQ + row0 * 128 + ((chunk ^ (row0 & 7)) << 4);
+__device__ __forceinline__ void load_q(const TreeVerifyParams& p, const CUtensorMap& map, const Piece& piece,
+                                       uint32_t smem, uint32_t index) {
   barrier_wait(barrier<C>(smem, C::kQEmpty), (index & 1) ^ 1);
+  const int row = piece.token * p.heads + piece.tile * C::kRows;  // num_tokens * heads passes the launcher
 #pragma unroll 1
   for (int b = 0; b < C::kColumnBlocks; ++b) {
-    const char* from = src + column_block(b) * 128;
-    const uint32_t to = dst + column_block(b) * C::kQBlockBytes;
-#pragma unroll
-    for (int k = 0; k < (C::kRows + 31) / 32; ++k)
-      if (row0 + k * 32 < C::kRows)
-        cp_async_16_or_zero(to + k * 4096, from + k * 32 * kRowBytes, row0 + k * 32 < rows);
-    if (b % 3 == 2) mbarrier_arrive_copies(barrier<C>(smem, C::kQFull + b / 3));
+    const uint32_t bar = barrier<C>(smem, C::kQFull + (b >= 4));
+    if (b == 0) barrier_arrive_expect(bar, 4 * C::kQBlockBytes);
+    if (b == 4) barrier_arrive_expect(bar, 5 * C::kQBlockBytes);
+    tensor_copy(smem + C::kQ + b * C::kQBlockBytes, &map, column_block(b) * 64, row, bar);
   }
 }
 
 // ---- values -------------------------------------------------------------------------------------
 template <class C>
-__device__ __forceinline__ void values_role(const TreeVerifyParams& p, char* smem_ptr, uint32_t smem, int half) {
+__device__ __forceinline__ void values_role(const TreeVerifyParams& p, const CUtensorMap& q_map, char* smem_ptr,
+                                            uint32_t smem, int half) {
   using T = typename C::T;
   const int group = 2 + half;  // number of this warpgroup's own barrier
   const int tid = threadIdx.x & 127, lane = tid & 31, warp = __shfl_sync(0xffffffffu, tid >> 5, 0);
@@ -432,15 +494,88 @@ __device__ __forceinline__ void values_role(const TreeVerifyParams& p, char* sme
   PieceQueue<C> queue(smem_ptr, smem);
   Ring<C> ring;
   uint32_t tiles = 0;
-  const Piece* current = queue.next();
-  if (current != nullptr) load_q<C>(p, *current, smem, queue.taken());
-  while (current != nullptr) {
-    const Piece& piece = *current;
+  const Piece* current = nullptr;
 #pragma unroll 1
-    for (int i = piece.begin; i < piece.end; ++i) {
+  for (;;) {
+    // First of all the next piece's Q, which the scores wait for.
+    const Piece* const following = queue.peek(current != nullptr);
+    if (following != nullptr && half == 0 && warp == 0 && one_lane())
+      load_q<C>(p, q_map, *following, smem, queue.taken() + (current != nullptr));
+    __syncwarp();
+    const bool rehearsal = current == nullptr;  // see the head of this file
+    if (rehearsal && following == nullptr) break;
+
+    // Results, divided by their sums and 16 bits wide, to `out` or to the workspace. They pass through the
+    // slots of the last tile's blocks, two column blocks at a time, a row of 64 columns being 128 bytes
+    // in the swizzle: rows 0-63 of either block in a slot of its own, rows 64-71 of both in a third.
+    const Piece& piece = rehearsal ? *following : *current;
+    if (!rehearsal) barrier_wait(barrier<C>(smem, C::kStatsFull), queue.taken() & 1);
+    const int rows = rehearsal ? 0 : min(C::kRows, piece.nodes * p.heads - piece.tile * C::kRows);
+    const bool partial = piece.partial_row >= 0;
+    const int64_t row0 = partial ? piece.partial_row
+                                 : static_cast<int64_t>(piece.token) * p.heads + piece.tile * C::kRows;
+    T* const results = static_cast<T*>(partial ? static_cast<void*>(p.partial_out) : p.out) + row0 * kVDim;
+    const int matrix = lane >> 3;
+    const uint32_t turned = ((matrix >> 1) * 8 + (lane & 7)) * 128 + (((warp * 2 + (matrix & 1)) ^ (lane & 7)) << 4);
+    const int chunk = tid & 7;
+#pragma unroll
+    for (int round = 0; round < 2; ++round) {
+      group_sync(group);
+#pragma unroll
+      for (int n = 0; n < C::kNTiles; n += 2) {
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+          const float(&x)[C::kNTiles * 4] = o[round * 2 + side];
+          uint32_t packed[4];
+#pragma unroll
+          for (int m = n; m < n + 2 && m < C::kNTiles; ++m) {
+            float2 inverse = make_float2(0.0f, 0.0f);
+            if (!rehearsal) inverse = *reinterpret_cast<const float2*>(inverse_sm + m * 8 + col);
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+              packed[(m - n) * 2 + h] = pack2<T>(x[m * 4 + h * 2] * inverse.x, x[m * 4 + h * 2 + 1] * inverse.y);
+          }
+          const int slot = ring.slot_of(n < 8 ? 1 + 2 * side + half : 5 + half);
+          const uint32_t to = turned + smem + C::kKv + slot * C::kSlotBytes + (n < 8 ? n : side) * 1024;
+          if (rehearsal) continue;
+          if (n + 1 < C::kNTiles) stmatrix_x4_trans(to, packed[0], packed[1], packed[2], packed[3]);
+          else stmatrix_x2_trans(to, packed[0], packed[1]);
+        }
+      }
+      group_sync(group);
+      const int out_row = tid >> 3;  // of 16 at a time
+      const char* const third =
+          smem_ptr + C::kKv + ring.slot_of(5 + half) * C::kSlotBytes + out_row * 128 + ((chunk ^ (out_row & 7)) << 4);
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        const char* from = smem_ptr + C::kKv + ring.slot_of(1 + 2 * side + half) * C::kSlotBytes + out_row * 128 +
+                           ((chunk ^ (out_row & 7)) << 4);
+        T* const to = results + out_row * kVDim + (2 * (round * 2 + side) + half) * 64 + chunk * 8;
+#pragma unroll
+        for (int r = 0; r < C::kRows; r += 16)
+          if (r + out_row < rows)
+            *reinterpret_cast<uint4*>(to + r * kVDim) =
+                *reinterpret_cast<const uint4*>(r < 64 ? from + r * 128 : third + side * 1024);
+      }
+    }
+    if (!rehearsal) {
+      __syncwarp();
+      if (lane == 0) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) mbarrier_arrive(barrier<C>(smem, C::kEmpty + ring.slot_of(1 + 2 * j + half)));
+        mbarrier_arrive(barrier<C>(smem, C::kStatsEmpty));
+      }
+      ring.advance(9);
+      queue.done();
+    }
+    if (following == nullptr) break;
+
+    current = following;
+    const int begin = current->begin, end = current->end;
+#pragma unroll 1
+    for (int i = begin; i < end; ++i) {
       barrier_wait(barrier<C>(smem, C::kPFull), tiles & 1);
-      proxy_fence();
-      const int begun = i > piece.begin;
+      const int begun = i > begin;
       if (begun && *reinterpret_cast<const volatile int*>(smem_ptr + C::kMoved)) {
 #pragma unroll
         for (int n = 0; n < C::kNTiles; ++n) {
@@ -454,6 +589,10 @@ __device__ __forceinline__ void values_role(const TreeVerifyParams& p, char* sme
           }
         }
       }
+      // The last tile's blocks stay: they are where O is turned over. The first of the others is released as
+      // soon as its product is done, the rest a block behind the products: a warp that issued all 16 first
+      // would be held up until nearly the last is done.
+      const bool release = lane == 0 && i + 1 < end;
       wgmma_fence();
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -463,116 +602,58 @@ __device__ __forceinline__ void values_role(const TreeVerifyParams& p, char* sme
         for (int k = 0; k < 4; ++k)
           wgmma_m64k16<1>(o[j], v_op + k * (2048 >> 4), p_op + k * 2, k > 0 ? 1 : begun, T());
         wgmma_commit();
+        if (j == 0) wgmma_wait<0>();
+        if (j > 1) wgmma_wait<1>();
+        if (release && j != 1)
+          mbarrier_arrive(barrier<C>(smem, C::kEmpty + ring.slot_of((j == 0 ? 1 : 2 * j - 1) + half)));
       }
-      // The last tile's blocks stay: they are where O is turned over.
-      const bool release = lane == 0 && i + 1 < piece.end;
-      wgmma_wait<3>();
-      if (release) mbarrier_arrive(barrier<C>(smem, C::kEmpty + ring.slot_of(1 + half)));
-      wgmma_wait<2>();
-      if (release) mbarrier_arrive(barrier<C>(smem, C::kEmpty + ring.slot_of(3 + half)));
-      wgmma_wait<1>();
-      if (release) mbarrier_arrive(barrier<C>(smem, C::kEmpty + ring.slot_of(5 + half)));
       wgmma_wait<0>();
       if (release) mbarrier_arrive(barrier<C>(smem, C::kEmpty + ring.slot_of(7 + half)));
       if (lane == 0) mbarrier_arrive(barrier<C>(smem, C::kPEmpty));
-      if (i + 1 < piece.end) ring.advance(9);
+      if (i + 1 < end) ring.advance(9);
       ++tiles;
     }
-
-    const Piece* const following = queue.after();
-    if (following != nullptr) load_q<C>(p, *following, smem, queue.taken() + 1);
-
-    // Results, divided by their sums and 16 bits wide, to `out` or to the workspace. They pass through the
-    // slots of the last tile's blocks, two column blocks at a time, a row of 64 columns being 128 bytes
-    // in the swizzle: rows 0-63 of either block in a slot of its own, rows 64-71 of both in a third.
-    barrier_wait(barrier<C>(smem, C::kStatsFull), queue.taken() & 1);
-    const int rows = min(C::kRows, piece.nodes * p.heads - piece.tile * C::kRows);
-    T* const results = piece.partial_row >= 0
-                           ? reinterpret_cast<T*>(p.partial_out) + piece.partial_row * kVDim
-                           : static_cast<T*>(p.out) + (piece.token * p.heads + piece.tile * C::kRows) * kVDim;
-    const int matrix = lane >> 3;
-    const uint32_t turned = ((matrix >> 1) * 8 + (lane & 7)) * 128 + (((warp * 2 + (matrix & 1)) ^ (lane & 7)) << 4);
-    const int out_row = tid >> 3, chunk = tid & 7;  // of 16 rows at a time
-#pragma unroll
-    for (int round = 0; round < 2; ++round) {
-      group_sync(group);
-#pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        const float(&x)[C::kNTiles * 4] = o[round * 2 + side];
-        const uint32_t low = turned + smem + C::kKv + ring.slot_of(1 + 2 * side + half) * C::kSlotBytes;
-        const uint32_t high = turned + smem + C::kKv + ring.slot_of(5 + half) * C::kSlotBytes + side * 1024;
-#pragma unroll
-        for (int n = 0; n < C::kNTiles; n += 2) {
-          uint32_t packed[4];
-#pragma unroll
-          for (int m = n; m < n + 2 && m < C::kNTiles; ++m) {
-            const float2 inverse = *reinterpret_cast<const float2*>(inverse_sm + m * 8 + col);
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-              packed[(m - n) * 2 + h] = pack2<T>(x[m * 4 + h * 2] * inverse.x, x[m * 4 + h * 2 + 1] * inverse.y);
-          }
-          const uint32_t to = n < 8 ? low + n * 1024 : high;
-          if (n + 1 < C::kNTiles) stmatrix_x4_trans(to, packed[0], packed[1], packed[2], packed[3]);
-          else stmatrix_x2_trans(to, packed[0], packed[1]);
-        }
-      }
-      group_sync(group);
-#pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        const char* low = smem_ptr + C::kKv + ring.slot_of(1 + 2 * side + half) * C::kSlotBytes;
-        const char* high = smem_ptr + C::kKv + ring.slot_of(5 + half) * C::kSlotBytes + side * 1024;
-        const int column = (2 * (round * 2 + side) + half) * 64 + chunk * 8;
-#pragma unroll
-        for (int r0 = 0; r0 < C::kRows; r0 += 16) {
-          const int r = r0 + out_row;
-          const char* from = r0 < 64 ? low + r * 128 : high + (r - 64) * 128;
-          if (r < rows)
-            *reinterpret_cast<uint4*>(results + static_cast<int64_t>(r) * kVDim + column) =
-                *reinterpret_cast<const uint4*>(from + ((chunk ^ (r & 7)) << 4));
-        }
-      }
-    }
-    __syncwarp();
-    if (lane == 0) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) mbarrier_arrive(barrier<C>(smem, C::kEmpty + ring.slot_of(1 + 2 * j + half)));
-      mbarrier_arrive(barrier<C>(smem, C::kStatsEmpty));
-    }
-    ring.advance(9);
-    queue.done();
-    current = following;
   }
 }
 
 template <class C>
-__global__ void __launch_bounds__(kWgThreads, 1) tree_verify_wgmma_kernel(const __grid_constant__ TreeVerifyParams p) {
+__global__ void __launch_bounds__(kWgThreads, 1)
+    tree_verify_wgmma_kernel(const __grid_constant__ TreeVerifyParams p, const __grid_constant__ CUtensorMap q_map) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char smem_ptr[];
   const uint32_t smem = smem_addr(smem_ptr);
-  launch_dependents();  // the merge may take its place; it waits for this grid's writes itself
   const int which = threadIdx.x;
+  // What the schedule reads first, from memory that nobody has touched of late.
+  if (which == 128) prefetch(p.qo_indptr.data);
+  if (which == 129) prefetch(p.kv_indptr.data);
+  if (which == 130) prefetch(p.mask_indptr.data);
   if (which < C::kBarrierCount) {
     int arrivals = which < C::kEmpty ? 128 : 4;  // kFull: the copying threads; kEmpty, kQEmpty: a warpgroup's warps
     if (which == C::kPFull || which == C::kStatsFull) arrivals = 128;  // the threads of the scores role
     if (which == C::kPEmpty || which == C::kStatsEmpty) arrivals = 8;  // the warps of the values roles
-    // kPieceFull: the thread that publishes; kPieceEmpty: the block's warps; kQFull: the values roles' threads
-    if (which >= C::kPieceFull) arrivals = which < C::kPieceEmpty ? 1 : (which < C::kQFull ? 16 : 256);
+    // kPieceFull: the thread that publishes; kPieceEmpty: the block's warps; kQFull: the thread that copies Q
+    if (which >= C::kPieceFull) arrivals = which < C::kPieceEmpty || which >= C::kQFull ? 1 : 16;
     barrier_init(barrier<C>(smem, which), arrivals);
     barrier_init_done();
   }
   __syncthreads();
   const int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
-  // Registers: 40 + 120 + 2 x 176 of the 512 a thread of each role would share.
+  // Registers: 40 + 120 + 2 x 176 of the 512 a thread of each role would share; for the merge, 128 each.
   if (role == 0) {
     registers_release<40>();
     copy_role<C>(p, smem_ptr, smem);
+    registers_take<128>();
   } else if (role == 1) {
     registers_release<120>();
     scores_role<C>(p, smem_ptr, smem);
+    registers_take<128>();
   } else {
     registers_take<176>();
-    values_role<C>(p, smem_ptr, smem, role - 2);
+    values_role<C>(p, q_map, smem_ptr, smem, role - 2);
+    registers_release<128>();
   }
+  static_assert(kWgThreads / kTeamThreads * kTeamBytes <= C::kRef, "the merge's memory is that of the ring, Q and P");
+  merge_rows<typename C::T, kWgThreads / kTeamThreads>(p, smem_ptr + C::kKv);
 #endif
 }
 

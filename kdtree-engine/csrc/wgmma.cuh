@@ -95,16 +95,37 @@ __device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
 __device__ __forceinline__ void mbarrier_arrive(uint32_t bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
+__device__ __forceinline__ void barrier_arrive_expect(uint32_t bar, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+// True in one lane of the warp, which the compiler knows (see elect_lane in ptx.cuh).
+__device__ __forceinline__ bool one_lane() {
+  uint32_t elected;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;\n}\n" : "=r"(elected));
+  return elected != 0;
+}
+// A box of a tensor, as its map says, into shared memory; `bar` counts the bytes as they land.
+__device__ __forceinline__ void tensor_copy(uint32_t dst, const void* map, int column, int row, uint32_t bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          dst),
+      "l"(map), "r"(column), "r"(row), "r"(bar) : "memory");
+}
+__device__ __forceinline__ void prefetch(const void* from) {
+  if (from != nullptr) asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+// A read-only load that stays where it is written among other volatile instructions.
+__device__ __forceinline__ int load_now(const int* from) {
+  int value;
+  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(value) : "l"(from));
+  return value;
+}
 // Counts the thread as arrived once its cp.async copies so far have landed.
 __device__ __forceinline__ void mbarrier_arrive_copies(uint32_t bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
 
-// 16 bytes from global memory, or zeros.
-__device__ __forceinline__ void cp_async_16_or_zero(uint32_t dst, const void* src, bool copy) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(copy ? 16 : 0) : "memory");
-}
-// The same without the choice: cp_async_16 that the compiler does not move over other memory accesses.
+// cp_async_16 that the compiler does not move over other memory accesses.
 __device__ __forceinline__ void cp_async_16_always(uint32_t dst, const void* src) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }

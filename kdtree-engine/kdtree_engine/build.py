@@ -59,7 +59,6 @@ _FLAGS = (
 _ONLY_FOR = {
     "tree_verify_tall_": ("sm_90",),
     "tree_verify_wgmma_": ("sm_90a",),
-    "merge_wgmma": ("sm_90a",),
 }
 """Sources, by how their name begins, that only some architectures can run: tall tiles take more
 shared memory than a block of the others gets, and sm_90a alone has wgmma. (The "a" binds machine

@@ -5,8 +5,9 @@ it. Tests hold its constants to those of the sources, and its workspace to what 
 *stage* is `block_tokens` tokens, the unit of splitting; a split is a run [begin, end) of a
 request's stages, which cover its prefix and then its tree nodes.
 
-The default lays the batch on one line, a request being PIECE_COST and its stages long, and cuts
-the line into equal runs, one for each group of thread blocks. Deterministic mode cuts a request
+The default lays the batch on one line, a request being PIECE_COST and its stages long (its stages
+alone where it is the only one), and cuts the line into equal runs, one for each group of thread
+blocks. Deterministic mode cuts a request
 by its own length and node count alone, so that its neighbours do not show in its bits.
 """
 
@@ -26,7 +27,7 @@ __all__ = [
 ]
 
 PIECE_COST = 2
-"""What starting a request costs, in stages."""
+"""What starting a request costs, in stages, where there are others to balance it against."""
 DETERMINISTIC_BLOCKS = 8
 """The least stages of a split in deterministic mode."""
 DETERMINISTIC_SPLITS = 128
@@ -94,7 +95,8 @@ def splits_of_batch(
 
 def shared_splits(blocks: Sequence[int], grid: Grid) -> list[Splits]:
     """The line cut into equal runs. blocks: stages of each request, 0 for one that has no work."""
-    widths = [PIECE_COST + count if count else 0 for count in blocks]
+    cost = PIECE_COST if len(blocks) > 1 else 0
+    widths = [cost + count if count else 0 for count in blocks]
     length = sum(widths)
     share = max(-(-length // grid.groups), grid.min_blocks)
     cut: list[Splits] = []
@@ -102,7 +104,7 @@ def shared_splits(blocks: Sequence[int], grid: Grid) -> list[Splits]:
         if count == 0:
             cut.append([])
             continue
-        first = start + PIECE_COST
+        first = start + cost
         groups = range(first // share, (first + count - 1) // share + 1)
         cut.append(
             [
