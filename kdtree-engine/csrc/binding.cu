@@ -192,7 +192,8 @@ void tree_verify_attention(TensorView q, TensorView kv_pool, TensorView qo_indpt
   DeviceScope scope(q.device().device_id);
   check_device(workspace, q, "workspace");
   check_contiguous(workspace, "workspace");
-  const kdtree::Tuning tuning = kdtree::resolved_tuning(make_tuning(row_tile, block_tokens, min_blocks));
+  const kdtree::Tuning tuning =
+      kdtree::resolved_tuning(kdtree::tuning(), make_tuning(row_tile, block_tokens, min_blocks));
   const char* refusal = kdtree::tuning_refusal(kdtree::device_info(q.device().device_id), tuning);
   KD_CHECK(refusal == nullptr, RuntimeError)
       << "the tile that was asked for (by set_tuning, the tuning table, or KDTREE_WGMMA=1 for block_tokens "

@@ -43,7 +43,12 @@ Tuning& tuning();
 
 // What a launch goes by, of the override and what the call brings along. An override of block_tokens alone
 // asks for a class of tiles: a call whose tile is one of them keeps it.
-Tuning resolved_tuning(const Tuning& call);
+inline Tuning resolved_tuning(const Tuning& forced, const Tuning& call) {
+  const bool other_class = forced.block_tokens != 0 && forced.block_tokens != call.block_tokens;
+  Tuning t = forced.row_tile != 0 || other_class ? forced : call;
+  if (forced.min_blocks != 0) t.min_blocks = forced.min_blocks;
+  return t;
+}
 
 // The tiles that a part of compute capability `cc` (90 for 9.0), whose blocks get `smem_limit` bytes, can
 // run: a JSON array of row_tile, block_tokens and shared_bytes. No GPU is asked.

@@ -94,14 +94,6 @@ Tuning& tuning() {
   return t;
 }
 
-Tuning resolved_tuning(const Tuning& call) {
-  const Tuning& forced = tuning();
-  Tuning t = call;
-  if (forced.row_tile || (forced.block_tokens && forced.block_tokens != call.block_tokens)) t = forced;
-  if (forced.min_blocks) t.min_blocks = forced.min_blocks;
-  return t;
-}
-
 std::string compiled_tiles(int cc, int smem_limit) {
   int count;
   const TileKernel* table = tile_table(count);
