@@ -478,7 +478,7 @@ def bench_kernel(
     help="Batch, heads, tree nodes, prefix (default: the twelve of plan 15, and some more). "
     "Only the entries that these launches go by are changed. Repeatable.",
 )
-@click.option("--repeats", type=click.IntRange(3), default=50, show_default=True)
+@click.option("--repeats", type=click.IntRange(3), default=20, show_default=True)
 @click.option("--dry-run", is_flag=True, help="Print what would be swept, and run nothing.")
 @_json_option
 @click.pass_context

@@ -32,6 +32,7 @@ from kdtree_engine.library import (
 from kdtree_engine.machine import Machine
 from kdtree_engine.reference.tiny_mla import Attention
 from kdtree_engine.resources import SHARED_LIMIT_BYTES
+from kdtree_engine.schedule import PIECE_COST
 from kdtree_engine.timing import ImplausibleTiming, Timing, copy_bandwidth
 from kdtree_engine.tuning import (
     BODIES,
@@ -90,10 +91,11 @@ Timer = Callable[..., Timing]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The GPU that is tuned for: its name, architecture, and the tiles that it can run."""
+    """The GPU that is tuned for: its name, architecture, SMs, and the tiles that it can run."""
 
     gpu: str
     architecture: str
+    processors: int
     tiles: tuple[CompiledTile, ...]
 
 
@@ -111,13 +113,18 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One candidate in one regime. A `right` one alone has a time; `why` says what else it is."""
+    """One candidate in one regime. A `right` one alone has a time; `why` says what else it is.
+
+    same_launch: it was not called, as another candidate's launch is the same to the last number
+        (the least stages of a split bind short work alone): the outcome is that one's.
+    """
 
     candidate: Candidate
     regime: Regime
     status: Literal["right", "wrong", "failed"]
     why: str | None = None
     timing: Timing | None = None
+    same_launch: bool = False
 
 
 @dataclasses.dataclass
@@ -173,7 +180,7 @@ def this_part(library: Kernels, device: torch.device = _CUDA) -> Part:
         getattr(facts, "shared_memory_per_block_optin", _LEAST_SHARED_BYTES)
     )
     tiles = part_tiles(library.compiled_tiles, facts.major * 10 + facts.minor, limit)
-    return Part(facts.name, architecture, tuple(tiles))
+    return Part(facts.name, architecture, facts.multi_processor_count, tuple(tiles))
 
 
 def tune(
@@ -254,10 +261,17 @@ def sweep(
     if bandwidth is None:
         bandwidth = copy_bandwidth(device)
     total = len(tried) * len(regimes)
+    known: dict[tuple[object, ...], Trial] = {}
     for done, (regime, candidate) in enumerate(itertools.product(regimes, tried)):
         progress(done, total, f"{regime} {candidate}")
+        launch = (regime, *_launch(made.part, regime, candidate))
+        if launch in known:
+            same = dataclasses.replace(known[launch], candidate=candidate, same_launch=True)
+            made.trials.append(same)
+            continue
         with _forced(library, candidate.configuration):
-            made.trials.append(_trial(candidate, regime, operation, timer, device, made, bandwidth))
+            known[launch] = _trial(candidate, regime, operation, timer, device, made, bandwidth)
+        made.trials.append(known[launch])
         keep()
 
 
@@ -410,6 +424,18 @@ def _us(trial: Trial) -> float:
     return round(trial.timing.median_us, 2)
 
 
+def _launch(part: Part, regime: Regime, candidate: Candidate) -> tuple[object, ...]:
+    """What a launch goes by: mode, tile, and the stages of a split as in csrc/schedule.cuh."""
+    one = candidate.configuration
+    if candidate.deterministic:
+        return True, one.row_tile, one.block_tokens
+    lanes = min(-(-regime.heads * regime.nodes // one.row_tile), part.processors)
+    blocks = -(-(regime.prefix + regime.nodes) // one.block_tokens)
+    line = regime.batch * (PIECE_COST + blocks)
+    share = max(-(-line // (part.processors // lanes)), one.min_blocks)
+    return False, one.row_tile, one.block_tokens, share
+
+
 @contextlib.contextmanager
 def _forced(library: Kernels, configuration: Configuration) -> Iterator[None]:
     library.set_tuning(*dataclasses.astuple(configuration))
@@ -478,7 +504,8 @@ def _record(
         "command": list(command),
         "seed": made.seed,
         "repeats": made.repeats,
-        "method": "as phases/regimes.py times a regime: the oracle first, slots at random",
+        "method": "as phases/regimes.py times a regime, the oracle first, slots at random; a row "
+        "with same_launch has the outcome of another min_blocks, as the launch is the same",
     }
     right = [_row(trial) for trial in made.trials if trial.status == "right"]
     other = [_row(trial) for trial in made.trials if trial.status != "right"]
@@ -497,6 +524,7 @@ def _row(trial: Trial) -> dict[str, Any]:
         "prefix": regime.prefix,
         **dataclasses.asdict(configuration),
         "deterministic": trial.candidate.deterministic,
+        "same_launch": trial.same_launch,
     }
     if timing is None:
         return row | {"status": trial.status, "why": trial.why}

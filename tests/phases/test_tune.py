@@ -48,7 +48,7 @@ CPU = torch.device("cpu")
 SHORT, LONG, MANY = Regime(1, 8, 9, 40), Regime(1, 8, 9, 90), Regime(4, 8, 9, 40)
 WIDE = Regime(1, 8, 17, 40)
 TILES = tuple(declared_tiles()["sm_120"])
-PART = Part("a GPU", "sm_120", TILES)
+PART = Part("a GPU", "sm_120", 188, TILES)
 MACHINE = Machine(
     hostname="here", system="Linux", python="3.11", torch="2.9", cuda=None, driver="580", gpus=(),
     nvcc=None, compute_sanitizer=None, sglang=None, ssh=None, rsync=None,
@@ -138,6 +138,32 @@ def test_the_fastest_is_written_with_its_times_and_the_rest_is_left_alone(
         BUILT_IN,
         *(Configuration(rows, 16, least) for rows in (16, 24, 32) for least in (1, 2, 4)),
     }
+
+
+def test_a_launch_that_is_the_same_is_timed_once(
+    root: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """Long work is cut by its share of the processors, whatever the least stages of a split."""
+    part = dataclasses.replace(PART, processors=2, tiles=TILES[-1:])
+    called: list[int] = []
+
+    def timer(regime: Regime, candidate: Any, **options: Any) -> Timing:
+        called.append(regime.prefix)
+        return timing(10.0)
+
+    outcome, _ = run(
+        root, tmp_path, [Regime(1, 4, 3, 10), LONG], ordered({}), part=part, timer=timer
+    )
+    # 13 tokens are a share of 2 stages: least counts of 1 and 2 are one launch, and 4 is another.
+    assert called == [10, 10, 90]
+    same = [trial.same_launch for trial in outcome.sweep.trials]
+    assert same == [False, True, False, False, True, True]
+    rows = json.loads(outcome.record.read_text())["measurements"]
+    assert [(row["min_blocks"], row["same_launch"]) for row in rows[3:]] == [
+        (1, False),
+        (2, True),
+        (4, True),
+    ]
 
 
 def test_one_configuration_has_to_do_for_all_lengths(
