@@ -8,10 +8,11 @@ a framework's static buffers need no copy.
 The tile of a CUDA launch comes from the tuning table of the GPU's architecture (`tuning`), by what
 a captured graph freezes: packed rows, batch, deterministic mode or not.
 
-On compute capability 9.0 there are two sets of kernels: on mma.sync, which the table takes, and on
-wgmma, which is taken where KDTREE_WGMMA=1 is set when the library is loaded (KDTREE_WGMMA=0 asks
-for mma.sync). The latter has not been run on a GPU as it stands. Where it is asked for and cannot
-be had (another capability, a library without sm_90a code), a call raises RuntimeError that says so.
+On compute capability 9.0 there are two sets of kernels, on mma.sync and on wgmma. The table says
+which is taken; KDTREE_WGMMA=1 asks for wgmma and KDTREE_WGMMA=0 for mma.sync, as it is set when the
+library is loaded. The wgmma kernels have not been run on a GPU as they stand. Where they are asked
+for and cannot be had (another capability, a library without sm_90a code), a call raises
+RuntimeError that says so.
 
 It is registered through `torch.library.Library` and not `torch.library.custom_op`, as the latter
 adds about 100 us of Python to every call (the former about 5 us).

@@ -157,18 +157,20 @@ def test_the_default_mode_does_follow_the_rows() -> None:
     assert tiles == [16, 24, 40, 72, 72]
 
 
-def test_the_body_of_sm_90_is_switched_by_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("body", "tokens"), [("mma", 32), ("wgmma", 64)])
+def test_the_body_of_sm_90_is_switched_by_one_word(body: str, tokens: int) -> None:
     text = table_path("sm_90").read_text()
-    assert text.count('"body": "mma"') == 1
-    switched = parse_table(json.loads(text.replace('"body": "mma"', '"body": "wgmma"')), "here")
-    body = switched.chosen()
-    assert body is not None
-    assert body.entry(72, 1, deterministic=False).configuration.block_tokens == 64
+    now = load_table(table_path("sm_90")).body
+    assert text.count(f'"body": "{now}"') == 1
+    switched = parse_table(
+        json.loads(text.replace(f'"body": "{now}"', f'"body": "{body}"')), "here"
+    )
+    taken = switched.chosen()
+    assert taken is not None
+    assert taken.entry(72, 1, deterministic=False).configuration.block_tokens == tokens
     # Asked for by name, each is had whatever the table says.
-    for table in (switched, table_of("sm_90")):
-        assert table is not None
-        assert table.chosen("mma") is table.bodies["mma"]
-        assert table.chosen("wgmma") is table.bodies["wgmma"]
+    for name in ("mma", "wgmma"):
+        assert switched.chosen(name) is switched.bodies[name]
 
 
 def test_a_gpu_without_a_table_or_a_body_gets_the_librarys_own_choice() -> None:
@@ -190,13 +192,13 @@ def test_what_was_never_measured_is_plan_15s_prediction(architecture: str) -> No
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("asked", "tiles"), [("", (40, 24)), ("1", (40, 72)), ("0", (40, 24))])
+@pytest.mark.parametrize(("asked", "body"), [("", None), ("1", "wgmma"), ("0", "mma")])
 def test_a_launch_brings_what_the_table_says(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: pathlib.Path,
     deterministic: bool,
     asked: str,
-    tiles: tuple[int, int],
+    body: str | None,
 ) -> None:
     """Dry: a library that notes its arguments, with what a GPU would say of itself."""
     told: list[Any] = []
@@ -222,8 +224,9 @@ def test_a_launch_brings_what_the_table_says(
             q, pool, steps, steps, None, torch.arange(10), None, None, 0, 1.0, 5, deterministic,
             torch.zeros(10, 8, 512), None,
         )  # fmt: skip
-    tile = tiles[deterministic]
-    assert told == [tile, 64 if asked == "1" else 32, 0]
+    table = load_table(table_path("sm_90"))
+    tiles = {"mma": (40, 24, 32), "wgmma": (40, 72, 64)}[body or table.body]
+    assert told == [tiles[deterministic], tiles[2], 0]
 
 
 def test_a_broken_table_of_this_gpu_is_refused_and_not_passed_over(
