@@ -46,6 +46,15 @@ Exit codes:
 """
 
 
+TUNE_EPILOG = """\b
+Exit codes:
+  0    every tile was right, and the table is written
+  1    a tile was wrong, or could not be run; the table is as it was
+  2    wrong usage or configuration
+  3    no GPU, or no kernel library
+"""
+
+
 class _Group(click.Group):
     """A group that answers a mistyped command with the nearest ones."""
 
@@ -460,6 +469,70 @@ def bench_kernel(
     ctx.exit(ExitCode.PASSED if bench.right else ExitCode.FAILED)
 
 
+@cli.command("tune", epilog=TUNE_EPILOG)
+@click.option(
+    "--regime",
+    "regimes",
+    multiple=True,
+    metavar="B,H,T,L",
+    help="Batch, heads, tree nodes, prefix (default: the twelve of plan 15, and some more). "
+    "Only the entries that these launches go by are changed. Repeatable.",
+)
+@click.option("--repeats", type=click.IntRange(3), default=20, show_default=True)
+@click.option("--dry-run", is_flag=True, help="Print what would be swept, and run nothing.")
+@_json_option
+@click.pass_context
+def tune(
+    ctx: click.Context, regimes: tuple[str, ...], repeats: int, dry_run: bool, as_json: bool
+) -> None:
+    """Sweep the compiled tiles on this machine's GPU and write its architecture's tuning table."""
+    from phases import tune as work
+    from phases.bench import parse_regime
+    from phases.requirement import Requirement
+    from phases.tune_table import ENTRY_COLUMNS, TRIAL_COLUMNS, entry_rows, trial_rows
+
+    chosen = [parse_regime(text) for text in regimes]
+    checkout, machine = _checkout(), _this_machine()
+    if (lack := Requirement.GPU.missing(machine)) is not None:
+        raise MissingError(lack, remedy=Requirement.GPU.remedy)
+    if dry_run:
+        from kdtree_engine.library import kernels
+
+        part = work.this_part(kernels())
+        tried = work.candidates(part.tiles, deterministic=not chosen)
+        swept = chosen or list(work.REGIMES)
+        if as_json:
+            _print_json(
+                {
+                    "architecture": part.architecture,
+                    "regimes": [str(regime) for regime in swept],
+                    "configurations": [str(candidate) for candidate in tried],
+                }
+            )
+            return
+        _print_table(("configuration",), [(str(candidate),) for candidate in tried])
+        _print_table(("regime",), [(str(regime),) for regime in swept])
+        click.echo(f"{len(tried) * len(swept)} trials for the table of {part.architecture}")
+        return
+    outcome = work.tune(
+        chosen,
+        repeats=repeats,
+        checkout=checkout,
+        machine=machine,
+        command=["kd", *sys.argv[1:]],
+        progress=_say_timed,
+    )
+    if as_json:
+        click.echo(outcome.record.read_text(encoding="utf-8"), nl=False)
+    elif outcome.table is not None:
+        _print_table(ENTRY_COLUMNS, entry_rows(outcome.table))
+    else:
+        _print_table(TRIAL_COLUMNS, trial_rows(outcome.sweep.trials))
+    written = f"{outcome.file}" if outcome.file else "no table was written, as not all were right"
+    click.echo(f"{written}; {outcome.record}", err=as_json)
+    ctx.exit(ExitCode.PASSED if outcome.sweep.right else ExitCode.FAILED)
+
+
 def _say_timed(done: int, total: int, what: str) -> None:
     click.echo(f"[{done + 1}/{total}] {what}", err=True)
 
@@ -628,16 +701,28 @@ def evidence_tables(ctx: click.Context, check: bool) -> None:
 @_json_option
 def doctor(host_name: str, as_json: bool) -> None:
     """What a machine can run, and the command that would add what is missing."""
+    from kdtree_engine.tuning import architecture_of, table_of
     from phases.requirement import Requirement
+    from phases.tune_table import ENTRY_COLUMNS, entry_rows
 
     machine = _machine_of(host_name)
+    architectures = dict.fromkeys(architecture_of(gpu.capability) for gpu in machine.usable_gpus)
+    tables = {name: table_of(name) for name in architectures}
     missing = {need: need.missing(machine) for need in Requirement}
     if as_json:
         needs = {
             need: {"missing": lack, "remedy": need.remedy if lack else None}
             for need, lack in missing.items()
         }
-        _print_json({"host": host_name, "machine": machine.as_json(), "needs": needs})
+        tuning = {
+            name: [dict(zip(ENTRY_COLUMNS, row, strict=True)) for row in entry_rows(table)]
+            if table
+            else None
+            for name, table in tables.items()
+        }
+        _print_json(
+            {"host": host_name, "machine": machine.as_json(), "needs": needs, "tuning": tuning}
+        )
         return
     gpus = ", ".join(
         f"{gpu.name} (sm_{gpu.capability[0]}{gpu.capability[1]}{'' if gpu.usable else ', no use'})"
@@ -668,6 +753,12 @@ def doctor(host_name: str, as_json: bool) -> None:
         if getattr(machine, tool) is None
     ]
     _print_table(("gates that need", "can run", "to add it"), rows)
+    for name, table in tables.items():
+        click.echo()
+        if table is None:
+            click.echo(f"{name} has no tuning table: the library chooses (kd tune makes one)")
+        else:
+            _print_table(ENTRY_COLUMNS, entry_rows(table))
 
 
 @cli.group("hosts")

@@ -74,6 +74,8 @@ class Unit(enum.StrEnum):
     BYTES = "bytes"
     TOKENS = "tokens"
     MICROSECONDS = "us"
+    PREDICTED_MICROSECONDS = "us predicted"
+    """By a model: nothing was timed, so it is no figure of speed."""
     SECONDS = "s"
     TOKENS_PER_SECOND = "tok/s"
     TERABYTES_PER_SECOND = "TB/s"

@@ -172,21 +172,32 @@ void check_launch(cudaError_t error, const char* what) {
   KD_CHECK(error == cudaSuccess, RuntimeError) << what << ": " << cudaGetErrorString(error);
 }
 
+kdtree::Tuning make_tuning(int64_t row_tile, int64_t block_tokens, int64_t min_blocks) {
+  const auto narrow = [](int64_t value, const char* name) {
+    KD_CHECK(value >= 0 && value <= 1 << 20, ValueError) << name << ": expected 0 or a small number, got " << value;
+    return static_cast<int>(value);
+  };
+  return {narrow(row_tile, "row_tile"), narrow(block_tokens, "block_tokens"), narrow(min_blocks, "min_blocks")};
+}
+
+// row_tile, block_tokens, min_blocks: what the tuning table says of this call; 0 is the built-in choice.
 void tree_verify_attention(TensorView q, TensorView kv_pool, TensorView qo_indptr, TensorView kv_indptr,
                            Optional<TensorView> kv_indices, TensorView draft_slots, Optional<TensorView> mask,
                            Optional<TensorView> mask_indptr, int64_t mask_layout, double sm_scale, int64_t max_nodes,
-                           TensorView out, Optional<TensorView> lse, TensorView workspace, bool deterministic) {
+                           TensorView out, Optional<TensorView> lse, TensorView workspace, bool deterministic,
+                           int64_t row_tile, int64_t block_tokens, int64_t min_blocks) {
   kdtree::TreeVerifyParams p = make_params(q, kv_pool, qo_indptr, kv_indptr, kv_indices, draft_slots, mask,
                                            mask_indptr, mask_layout, sm_scale, max_nodes, out, lse);
   p.deterministic = deterministic;
   DeviceScope scope(q.device().device_id);
   check_device(workspace, q, "workspace");
   check_contiguous(workspace, "workspace");
-  const kdtree::Tuning& tuning = kdtree::tuning();
+  const kdtree::Tuning tuning =
+      kdtree::resolved_tuning(kdtree::tuning(), make_tuning(row_tile, block_tokens, min_blocks));
   const char* refusal = kdtree::tuning_refusal(kdtree::device_info(q.device().device_id), tuning);
   KD_CHECK(refusal == nullptr, RuntimeError)
-      << "the tile that was asked for (set_tuning, or KDTREE_WGMMA=1 for block_tokens " << kdtree::kWgmmaBlock
-      << "; row_tile " << tuning.row_tile << ", block_tokens " << tuning.block_tokens
+      << "the tile that was asked for (by set_tuning, the tuning table, or KDTREE_WGMMA=1 for block_tokens "
+      << kdtree::kWgmmaBlock << "; row_tile " << tuning.row_tile << ", block_tokens " << tuning.block_tokens
       << ") cannot be launched on device " << q.device().device_id << ": " << refusal;
   const int64_t bytes = workspace.numel() * (workspace.dtype().bits / 8);
   const int64_t needed = kdtree::workspace_bytes(p.num_tokens, p.batch, p.heads, p.max_nodes,
@@ -194,7 +205,7 @@ void tree_verify_attention(TensorView q, TensorView kv_pool, TensorView qo_indpt
   KD_CHECK(bytes >= needed, ValueError) << "workspace: expected at least " << needed << " bytes, got " << bytes;
   KD_CHECK(reinterpret_cast<uintptr_t>(pointer(workspace)) % 16 == 0, ValueError)
       << "workspace: expected 16-byte aligned";
-  check_launch(kdtree::launch_tree_verify(p, pointer(workspace), stream_of(q)), "tree_verify_attention");
+  check_launch(kdtree::launch_tree_verify(p, tuning, pointer(workspace), stream_of(q)), "tree_verify_attention");
 }
 
 void tree_verify_attention_naive(TensorView q, TensorView kv_pool, TensorView qo_indptr, TensorView kv_indptr,
@@ -215,14 +226,15 @@ int64_t workspace_bytes(int64_t num_tokens, int64_t batch, int64_t heads, int64_
 String build_info() { return String(std::string("version " KD_VERSION "; arch " KD_ARCH_LIST)); }
 
 // For `kd tune` and `kd bench`: forces the tile (row_tile, block_tokens of tiles.h) and the least stages
-// of a split for every later call of this process; 0 is the built-in choice. A call raises RuntimeError
-// where the tile cannot be had on its device. block_tokens 64 asks for a
-// wgmma tile, chosen by the built-in rule where row_tile is 0.
+// of a split for every later call of this process, whatever the calls bring along; 0 leaves it to them. A
+// call raises RuntimeError where the tile cannot be had on its device. block_tokens 64 with row_tile 0
+// asks for the wgmma tiles: a call's own where it is one of them, else one by the built-in rule.
 void set_tuning(int64_t row_tile, int64_t block_tokens, int64_t min_blocks) {
-  kdtree::Tuning& t = kdtree::tuning();
-  t.row_tile = static_cast<int>(row_tile);
-  t.block_tokens = static_cast<int>(block_tokens);
-  t.min_blocks = static_cast<int>(min_blocks);
+  kdtree::tuning() = make_tuning(row_tile, block_tokens, min_blocks);
+}
+
+String compiled_tiles(int64_t cc, int64_t smem_limit) {
+  return String(kdtree::compiled_tiles(static_cast<int>(cc), static_cast<int>(smem_limit)));
 }
 
 }  // namespace
@@ -234,3 +246,4 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(tree_verify_attention_naive, tree_verify_attention
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace_bytes, workspace_bytes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(build_info, build_info);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_tuning, set_tuning);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(compiled_tiles, compiled_tiles);

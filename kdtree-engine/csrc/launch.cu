@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <string>
 
 #include "kernels.h"
 #include "merge.cuh"
@@ -75,6 +76,12 @@ const TileKernel* tile_table(int& count) {
   return table;
 }
 
+// Whether a part of compute capability `cc` whose blocks get `smem_limit` bytes can run a tile.
+bool can_run(const TileKernel& tile, int cc, int smem_limit) {
+  const bool short_stage = tile.block_tokens == 16;  // of those that are compiled for every architecture
+  return tile.smem_bytes <= smem_limit && (short_stage || cc == 90);
+}
+
 const TileKernel* find_tile(int row_tile, int block_tokens, int smem_limit) {
   int count;
   const TileKernel* table = tile_table(count);
@@ -87,8 +94,8 @@ const TileKernel* find_tile(int row_tile, int block_tokens, int smem_limit) {
 // block_tokens where nothing forces them: tall tiles are compiled for sm_90 only.
 int usual_block(const DeviceInfo& device) { return device.cc == 90 ? 32 : 16; }
 
-const TileKernel* forced_tile(const DeviceInfo& device, const Tuning& forced) {
-  return find_tile(forced.row_tile, forced.block_tokens ? forced.block_tokens : usual_block(device), device.smem_optin);
+const TileKernel* named_tile(const DeviceInfo& device, const Tuning& t) {
+  return find_tile(t.row_tile, t.block_tokens ? t.block_tokens : usual_block(device), device.smem_optin);
 }
 
 // One of the wgmma tiles, which only a tuning that asks for them gets.
@@ -101,11 +108,10 @@ const TileKernel* choose_wgmma_tile(const DeviceInfo& device, int rows, bool det
 
 // The tile for a launch whose requests have up to `rows` packed rows. In deterministic mode the choice
 // may depend on the part only: tiles differ in the order of their sums.
-const TileKernel* choose_tile(const DeviceInfo& device, int rows, bool deterministic) {
-  const Tuning& forced = tuning();
-  if (tuning_refusal(device, forced) != nullptr) return nullptr;
-  if (forced.row_tile) return forced_tile(device, forced);
-  if (forced.block_tokens == kWgmmaBlock) return choose_wgmma_tile(device, rows, deterministic);
+const TileKernel* choose_tile(const DeviceInfo& device, const Tuning& t, int rows, bool deterministic) {
+  if (tuning_refusal(device, t) != nullptr) return nullptr;
+  if (t.row_tile) return named_tile(device, t);
+  if (t.block_tokens == kWgmmaBlock) return choose_wgmma_tile(device, rows, deterministic);
   const int block = usual_block(device);
   const int tallest = block == 32 ? 72 : 32;
   if (deterministic) return find_tile(24, block, device.smem_optin);
@@ -123,6 +129,20 @@ const TileKernel* choose_tile(const DeviceInfo& device, int rows, bool determini
 Tuning& tuning() {
   static Tuning t;
   return t;
+}
+
+std::string compiled_tiles(int cc, int smem_limit) {
+  int count;
+  const TileKernel* table = tile_table(count);
+  std::string json;
+  for (int i = 0; i < count; ++i) {
+    const TileKernel& t = table[i];
+    if (!can_run(t, cc, smem_limit)) continue;
+    json += std::string(json.empty() ? "" : ", ") + "{\"row_tile\": " + std::to_string(t.row_tile) +
+            ", \"block_tokens\": " + std::to_string(t.block_tokens) +
+            ", \"shared_bytes\": " + std::to_string(t.smem_bytes) + "}";
+  }
+  return "[" + json + "]";
 }
 
 const DeviceInfo& device_info(int device) {
@@ -147,7 +167,7 @@ const DeviceInfo& device_info(int device) {
     int count;
     const TileKernel* table = tile_table(count);
     for (int i = 0; i < count; ++i) {
-      if (table[i].smem_bytes > d.smem_optin || (table[i].wgmma && d.cc != 90)) continue;
+      if (!can_run(table[i], d.cc, d.smem_optin)) continue;
       for (const void* kernel : {table[i].bf16, table[i].fp16}) {
         const cudaError_t error =
             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, table[i].smem_bytes);
@@ -166,10 +186,10 @@ const char* tuning_refusal(const DeviceInfo& device, const Tuning& tuning) {
   }
   if (tuning.row_tile == 0) return nullptr;
   if (tuning.block_tokens == 32 && device.cc != 90) return "stages of 32 tokens are compiled for sm_90 only";
-  return forced_tile(device, tuning) ? nullptr : "no such tile is compiled, or it takes too much shared memory";
+  return named_tile(device, tuning) ? nullptr : "no such tile is compiled, or it takes too much shared memory";
 }
 
-cudaError_t launch_tree_verify(TreeVerifyParams p, void* workspace, cudaStream_t stream) {
+cudaError_t launch_tree_verify(TreeVerifyParams p, const Tuning& t, void* workspace, cudaStream_t stream) {
   if (p.num_tokens == 0) return cudaSuccess;
   // Rows of q are counted in int, and the workspace in unsigned units of 16 bytes.
   if (static_cast<int64_t>(p.num_tokens) * p.heads > INT32_MAX / 4) return cudaErrorInvalidValue;
@@ -180,11 +200,11 @@ cudaError_t launch_tree_verify(TreeVerifyParams p, void* workspace, cudaStream_t
   if (device >= kMaxDevices) return cudaErrorInvalidDevice;
   const DeviceInfo& info = device_info(device);
 
-  const TileKernel* tile = choose_tile(info, p.max_nodes * p.heads, p.deterministic != 0);
+  const TileKernel* tile = choose_tile(info, t, p.max_nodes * p.heads, p.deterministic != 0);
   if (tile == nullptr) return cudaErrorInvalidConfiguration;
   p.row_tile = tile->row_tile;
   p.block_tokens = tile->block_tokens;
-  p.min_blocks = tuning().min_blocks ? tuning().min_blocks : tile->wgmma ? 1 : 2;  // of 64 tokens, of 16 or 32
+  p.min_blocks = t.min_blocks ? t.min_blocks : tile->wgmma ? 1 : 2;  // of 64 tokens, of 16 or 32
   const int tiles = (p.max_nodes * p.heads + p.row_tile - 1) / p.row_tile;
   p.lanes = p.deterministic || tiles > info.sm_count ? info.sm_count : tiles;
   p.groups = std::min(info.sm_count / p.lanes, kMostSplits);

@@ -5,10 +5,14 @@
 under torch.compile, in CUDA graphs and with fake tensors. The operation writes into `out`, so that
 a framework's static buffers need no copy.
 
-On compute capability 9.0 there are two sets of kernels: on mma.sync, which is the built-in choice,
-and on wgmma, which is taken where KDTREE_WGMMA=1 is set when the library is loaded. The latter has
-not been run on a GPU as it stands. Where it is asked for and cannot be had (another capability, a
-library without sm_90a code), a call raises RuntimeError that says so.
+The tile of a CUDA launch comes from the tuning table of the GPU's architecture (`tuning`), by what
+a captured graph freezes: packed rows, batch, deterministic mode or not.
+
+On compute capability 9.0 there are two sets of kernels, on mma.sync and on wgmma. The table says
+which is taken; KDTREE_WGMMA=1 asks for wgmma and KDTREE_WGMMA=0 for mma.sync, as it is set when the
+library is loaded. The wgmma kernels have not been run on a GPU as they stand. Where they are asked
+for and cannot be had (another capability, a library without sm_90a code), a call raises
+RuntimeError that says so.
 
 It is registered through `torch.library.Library` and not `torch.library.custom_op`, as the latter
 adds about 100 us of Python to every call (the former about 5 us).
@@ -28,8 +32,9 @@ from kdtree_engine.arguments import (
     check_arguments,
 )
 from kdtree_engine.contents import check_contents, checks_wanted
-from kdtree_engine.library import kernels
+from kdtree_engine.library import asked_body, kernels
 from kdtree_engine.split_kv import split_kv_attention
+from kdtree_engine.tuning import architecture_of, choice
 
 __all__ = ["tree_verify_attention"]
 
@@ -166,13 +171,21 @@ def _cuda(
             max_nodes,
         )
     library = kernels()
+    batch = qo_indptr.shape[0] - 1
+    tuned = choice(
+        _architecture(q.device.index),
+        max_nodes * heads,
+        batch,
+        deterministic=deterministic,
+        body=asked_body(),
+    )
     # A fresh tensor for each call: torch's allocator knows the stream, and inside a capture it
     # takes the memory from the graph's own pool, where it stays for every replay. The library
     # makes q's device and torch's current stream there its own.
     workspace = torch.empty(
         library.workspace_bytes(
             num_tokens,
-            qo_indptr.shape[0] - 1,
+            batch,
             heads,
             max_nodes,
             _processors(q.device.index),
@@ -197,6 +210,9 @@ def _cuda(
         lse,
         workspace,
         deterministic,
+        tuned.row_tile,
+        tuned.block_tokens,
+        tuned.min_blocks,
     )
 
 
@@ -247,6 +263,11 @@ def _capturing(device: torch.device) -> bool:
 def _processors(device_index: int) -> int:
     """Streaming multiprocessors of a device. Cached, as asking takes longer than the launch."""
     return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
+
+
+@functools.cache
+def _architecture(device_index: int) -> str:
+    return architecture_of(torch.cuda.get_device_capability(device_index))
 
 
 _LIBRARY.impl("tree_verify_attention", _cuda, "CUDA")  # type: ignore[no-untyped-call]

@@ -37,6 +37,7 @@ __all__ = [
     "CSRC",
     "BuildReport",
     "CompileError",
+    "architectures_of",
     "build",
     "origin_of",
     "require_current",
@@ -314,14 +315,15 @@ class _Compiler:
 def _architecture_flags(source: str) -> list[str]:
     """Machine code for each architecture that can run the source, and PTX for what comes after."""
     flags = []
-    for architecture in _architectures_of(source):
+    for architecture in architectures_of(source):
         virtual = architecture.replace("sm_", "compute_")
         code = f"[{architecture},{virtual}]" if virtual in _PTX else architecture
         flags.append(f"-gencode=arch={virtual},code={code}")
     return flags
 
 
-def _architectures_of(source: str) -> tuple[str, ...]:
+def architectures_of(source: str) -> tuple[str, ...]:
+    """The architectures that a source, by its file's name, is compiled for."""
     for begin, architectures in _ONLY_FOR.items():
         if source.startswith(begin):
             return architectures

@@ -20,6 +20,7 @@ __all__ = [
     "PACKAGED_LIBRARY",
     "WGMMA_BLOCK_TOKENS",
     "Kernels",
+    "asked_body",
     "built_in_tuning",
     "kernels",
     "library_path",
@@ -43,6 +44,7 @@ class Kernels(Protocol):
     workspace_bytes: Callable[..., int]
     build_info: Callable[[], Any]
     set_tuning: Callable[[int, int, int], None]
+    compiled_tiles: Callable[[int, int], Any]
 
 
 def library_path() -> pathlib.Path:
@@ -65,16 +67,31 @@ def library_path() -> pathlib.Path:
 def kernels() -> Kernels:
     """The library of `library_path`, loaded on the first call. Raises what `load` raises.
 
-    KDTREE_WGMMA=1 is read then, and only then: the built-in choice is made among the wgmma tiles.
+    KDTREE_WGMMA is read then, and only then: with 1, tiles are chosen among the wgmma ones.
     """
+    asked_body.cache_clear()
+    asked_body()
     library = load(library_path())
     if any(built_in_tuning()):
         library.set_tuning(*built_in_tuning())
     return library
 
 
+@functools.cache
+def asked_body() -> str | None:
+    """The body of the tuning table that KDTREE_WGMMA asked for when the library was loaded.
+
+    "wgmma" for 1, "mma" for 0, None (the table's own) for anything else.
+    """
+    return {"1": "wgmma", "0": "mma"}.get(os.environ.get("KDTREE_WGMMA", ""))
+
+
 def built_in_tuning() -> tuple[int, int, int]:
-    """What `set_tuning` takes for the built-in choice of a tile, as KDTREE_WGMMA is now."""
+    """What `set_tuning` takes for leaving the tile to the calls, as KDTREE_WGMMA is now.
+
+    With KDTREE_WGMMA=1 that is to the calls whose tile is a wgmma one: where the tuning table has
+    none, the library picks one, and where the GPU can run none, the call raises.
+    """
     return (0, WGMMA_BLOCK_TOKENS if os.environ.get("KDTREE_WGMMA", "") == "1" else 0, 0)
 
 

@@ -57,7 +57,7 @@ class Grid:
 
     @classmethod
     def of(cls, rows: int, processors: int) -> Grid:
-        """The grid that the launcher takes where a block gets 99 KB of shared memory (sm_120).
+        """The grid of the library's own choice where a block gets 99 KB of shared memory (sm_120).
 
         rows: the most packed rows of a request, max_nodes times heads. They are attended for by
         `lanes` blocks, a tile each, that walk the same run of the line at the same time.

@@ -5,7 +5,7 @@ from phases.p2_paged_bf16 import checks, speed
 from phases.phase import Phase
 from phases.requirement import Requirement
 
-_SOURCES = ("kdtree-engine/csrc/*",)
+_SOURCES = ("kdtree-engine/csrc/*", "kdtree-engine/kdtree_engine/tables/*")
 
 PHASE = Phase(
     number=2,

@@ -5,7 +5,7 @@ from phases.p4_capture_safety import checks
 from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
 
-_SOURCES = ("kdtree-engine/csrc/*",)
+_SOURCES = ("kdtree-engine/csrc/*", "kdtree-engine/kdtree_engine/tables/*")
 
 PHASE = Phase(
     number=4,

@@ -1,11 +1,12 @@
 """Phase 5: what the kernel costs, against what it must cost, and what tuning may not break."""
 
 from phases.gate import Gate, GateKind
-from phases.p5_tuning import checks
+from phases.p5_tuning import checks, roofline, table
 from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
 
-_SOURCES = ("kdtree-engine/csrc/*",)
+_TABLES = "kdtree-engine/kdtree_engine/tables/*"
+_SOURCES = ("kdtree-engine/csrc/*", _TABLES)
 
 PHASE = Phase(
     number=5,
@@ -14,7 +15,12 @@ PHASE = Phase(
     plan=15,
     depends_on=(4,),
     gates=(
-        Gate("tuning-table", "the table of configurations is whole, and says what was measured"),
+        Gate(
+            "tuning-table",
+            "the table of configurations is whole, and says what was measured",
+            table.tuning_table,
+            data=(*_SOURCES, "plans/evidence/kernel-versions/*", "plans/evidence/tuning/*"),
+        ),
         Gate(
             "deterministic-bits",
             "deterministic mode: the same bits alone, in any batch and in any order",
@@ -29,7 +35,12 @@ PHASE = Phase(
             time_limit_s=1800.0,
             data=_SOURCES,
         ),
-        Gate("roofline-model", "the plan's model against kept H200 evidence, regime by regime"),
+        Gate(
+            "roofline-model",
+            "the plan's model against kept H200 evidence, regime by regime",
+            roofline.roofline_model,
+            data=(_TABLES, roofline.EVIDENCE),
+        ),
         Gate(
             "kernel-regimes",
             "each regime at or below the time that it must reach on one H200",

@@ -5,10 +5,14 @@ The gates of phases 1, 2, 4 and 5 judge the kernel itself; `kd phase run` runs t
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from kdtree_engine.attention import tree_verify_attention
+from kdtree_engine.library import asked_body, built_in_tuning, kernels
+from kdtree_engine.tuning import BUILT_IN, architecture_of, choice, table_of
 from phases.attention_cases import AttentionCase, AttentionInputs, make_inputs
 from phases.candidates import naive_kernel
 from phases.regimes import problem_with
@@ -81,3 +85,45 @@ def test_it_follows_the_current_stream(inputs: AttentionInputs) -> None:
     assert isinstance(wanted, torch.Tensor)
     assert isinstance(found, torch.Tensor)
     assert torch.equal(found, wanted)
+
+
+def test_every_entry_of_this_gpus_table_is_right(inputs: AttentionInputs) -> None:
+    """Forced one after another, those of the body that is not taken included."""
+    table = table_of(architecture_of(torch.cuda.get_device_capability()))
+    if table is None:
+        pytest.skip("no table for this architecture")
+    library = kernels()
+    for _, entry in table.everything():
+        library.set_tuning(*dataclasses.astuple(entry.configuration))
+        try:
+            out = tree_verify_attention(*inputs.tensors(), sm_scale=CASE.sm_scale)
+        finally:
+            library.set_tuning(*built_in_tuning())
+        assert isinstance(out, torch.Tensor)
+        problem = problem_with(inputs.tensors(), out, CASE.sm_scale)  # type: ignore[arg-type]
+        assert problem is None, entry.configuration
+
+
+def test_what_is_launched_is_what_the_table_says(inputs: AttentionInputs) -> None:
+    """Tiles differ in the order of their sums, so their bits tell them apart."""
+
+    def forced(*numbers: int) -> torch.Tensor:
+        library.set_tuning(*numbers)
+        try:
+            out = tree_verify_attention(
+                *inputs.tensors(), sm_scale=CASE.sm_scale, max_nodes=max(CASE.trees)
+            )
+        finally:
+            library.set_tuning(*built_in_tuning())
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    library = kernels()
+    rows, batch = max(CASE.trees) * inputs.q.shape[1], len(CASE.trees)
+    architecture = architecture_of(torch.cuda.get_device_capability())
+    said = choice(architecture, rows, batch, deterministic=False, body=asked_body())
+    if said == BUILT_IN:
+        pytest.skip("no table for this architecture and body")
+    assert torch.equal(forced(*built_in_tuning()), forced(*dataclasses.astuple(said)))
+    other = 16 if said.row_tile != 16 else 24
+    assert not torch.equal(forced(*built_in_tuning()), forced(other, said.block_tokens, 0))

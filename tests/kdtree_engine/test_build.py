@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
+import subprocess
 
 import pytest
 
 from kdtree_engine.build import (
     ARCHITECTURES,
+    CSRC,
     BuildReport,
     CompileError,
     build,
@@ -153,3 +155,34 @@ def test_a_library_belongs_to_the_sources_it_was_built_from(tmp_path: pathlib.Pa
     (tmp_path / "lib.json").unlink()
     with pytest.raises(CompileError):
         require_current(library, csrc)
+
+
+@needs_nvcc
+def test_an_override_goes_before_what_a_call_brings_along(tmp_path: pathlib.Path) -> None:
+    """(override, call) -> what is launched: the rule of kernels.h, by a host program."""
+    cases = {
+        ((0, 0, 0), (72, 32, 2)): (72, 32, 2),
+        ((0, 0, 4), (72, 32, 2)): (72, 32, 4),
+        ((24, 16, 0), (72, 32, 2)): (24, 16, 0),
+        ((24, 0, 1), (72, 32, 2)): (24, 0, 1),
+        # KDTREE_WGMMA=1: a class of tiles. A call whose tile is one of them keeps it.
+        ((0, 64, 0), (72, 64, 2)): (72, 64, 2),
+        ((0, 64, 0), (72, 32, 2)): (0, 64, 0),
+        ((0, 64, 0), (0, 0, 0)): (0, 64, 0),
+    }
+    lines = "".join(
+        f"  show(kdtree::resolved_tuning({{{', '.join(map(str, forced))}}}, "
+        f"{{{', '.join(map(str, call))}}}));\n"
+        for forced, call in cases
+    )
+    source, program = tmp_path / "rule.cu", tmp_path / "rule"
+    source.write_text(
+        '#include <cstdio>\n#include "kernels.h"\n'
+        "void show(const kdtree::Tuning& t) {\n"
+        '  std::printf("%d %d %d\\n", t.row_tile, t.block_tokens, t.min_blocks);\n}\n'
+        f"int main() {{\n{lines}}}\n"
+    )
+    subprocess.run(["nvcc", f"-I{CSRC}", str(source), "-o", str(program)], check=True)
+    said = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout
+    found = [tuple(map(int, line.split())) for line in said.splitlines()]
+    assert found == list(cases.values())

@@ -41,3 +41,4 @@ def test_wheel(root: pathlib.Path, tmp_path: pathlib.Path, with_library: bool) -
     with zipfile.ZipFile(wheel) as archive:
         assert (LIBRARY in archive.namelist()) is with_library
         assert "kdtree_engine/py.typed" in archive.namelist()
+        assert "kdtree_engine/tables/sm_90.json" in archive.namelist()
