@@ -22,6 +22,7 @@ SLOW_S = 0.02  # long beside a thread's start and a copy of the output, even on 
 SLOW_US = SLOW_S * 1e6
 METHODS: list[Method] = ["cold", "rotated"]
 CALLS = 4  # of a rotated reading
+pytestmark = pytest.mark.usefixtures("small_cpu_cache")
 
 _sleep = time.sleep
 _true_clock = time.perf_counter
@@ -38,12 +39,6 @@ def check(inputs: Tensors, outputs: Tensors) -> str | None:
 def honest(values: torch.Tensor) -> torch.Tensor:
     _sleep(SLOW_S)
     return values.cumsum(0)
-
-
-@pytest.fixture(autouse=True)
-def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many calls a reading on every machine, however large its cache: each takes SLOW_S."""
-    monkeypatch.setattr(timing, "_cache_bytes", lambda device: 0)
 
 
 @pytest.fixture(params=METHODS)

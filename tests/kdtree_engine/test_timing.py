@@ -35,13 +35,7 @@ DEVICES = [
 METHODS: list[Method] = ["cold", "rotated"]
 
 
-@pytest.fixture(autouse=True)
-def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU's cache of one size on every machine: rotated, the additions here take 4 calls."""
-    true_size = timing._cache_bytes
-    monkeypatch.setattr(
-        timing, "_cache_bytes", lambda device: 0 if device.type == "cpu" else true_size(device)
-    )
+pytestmark = pytest.mark.usefixtures("small_cpu_cache")
 
 
 def draw(device: str, side: int = SIDE) -> Callable[[int], Tensors]:

@@ -34,6 +34,7 @@ from phases.checkout import Checkout
 from phases.peers import PEERS, Peer
 from phases.regimes import Regime
 
+pytestmark = pytest.mark.usefixtures("small_cpu_cache")
 CPU = torch.device("cpu")
 SMALL = Regime(1, 8, 3, 100)
 OTHER = Regime(2, 8, 2, 40)

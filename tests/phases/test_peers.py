@@ -24,6 +24,7 @@ from phases import peers as module
 from phases.peers import PEERS, Peer, lack, make_inputs, problem_with_peer, time_peer
 from phases.regimes import Regime
 
+pytestmark = pytest.mark.usefixtures("small_cpu_cache")
 CPU = torch.device("cpu")
 REGIME = Regime(2, 8, 9, 100)  # 109 rows: the second page of a request is partly filled
 BY_NAME = {peer.name: peer for peer in PEERS}
