@@ -95,7 +95,7 @@ in each of 30 replays gets past the other 28 with a probability of (20/24)^28 = 
 in those two."""
 _CLOCKS_MAY_DIFFER = 0.1
 _HOST_JITTER_US = 200.0  # between reading one clock and the other, on a busy machine
-_LAUNCH_US = 20.0  # what a replay may cost the host
+_LAUNCH_US, _CALL_US = 20.0, 2.0  # what a replay, and each call in it, may cost the host
 
 
 class ImplausibleTiming(KdError):
@@ -438,7 +438,7 @@ class _Graph(_Events):
             self._timed[number % len(self._timed)].graph.replay()
         _synchronize(self._device)
         wall_us = (_clock_ns() - begin) / 1e3 / count / calls
-        if wall_us > (1 + _CLOCKS_MAY_DIFFER) * median_us + _LAUNCH_US / calls:
+        if wall_us > (1 + _CLOCKS_MAY_DIFFER) * median_us + _LAUNCH_US / calls + _CALL_US:
             raise ImplausibleTiming(
                 f"two clocks disagree: events say {median_us:.1f} us a call, "
                 f"the host's clock says {wall_us:.1f} us"

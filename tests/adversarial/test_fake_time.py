@@ -7,6 +7,7 @@ or the figure is the true one.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from taped_graphs import use_taped_graphs
 
 from kdtree_engine import timing
 from kdtree_engine.timing import Method, Tensors, Timing, WrongResult, time_operation
@@ -406,6 +408,95 @@ def test_what_is_fast_only_while_it_is_warm_is_timed_cold() -> None:
 def test_what_is_fast_only_while_it_is_warm_fools_a_stopwatch() -> None:
     """Best of some attempts: on a busy machine a call may be kept waiting and go cold."""
     assert min(stopwatch_us(FastWhileWarm()) for _ in range(20)) < SLOW_US / 2
+
+
+class Batches:
+    """Collects calls and does the work of all of them with the last: one product for many."""
+
+    def __init__(self, together: int, honest_calls: int = 0) -> None:
+        self.together, self.honest_calls = together, honest_calls
+        self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        self.honest_calls -= 1
+        if self.honest_calls >= 0:
+            return values.cumsum(0)
+        self.waiting.append((values, torch.empty_like(values)))
+        output = self.waiting[-1][1]
+        if len(self.waiting) == self.together:
+            sums = torch.stack([earlier for earlier, _ in self.waiting]).cumsum(1)
+            for (_, target), found in zip(self.waiting, sums, strict=True):
+                target.copy_(found)
+            self.waiting.clear()
+        return output
+
+
+class TestGraphs:
+    """Where calls share a graph that nobody looks into while it is replayed.
+
+    Every call here is captured: a cheat acts while it is captured, and its graph is what is timed.
+    """
+
+    @pytest.fixture(autouse=True)
+    def taped(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        use_taped_graphs(monkeypatch)
+
+    @staticmethod
+    def times(operation: Callable[..., object], method: Method = "rotated") -> Timing:
+        return time_operation(
+            make_inputs,
+            operation,  # type: ignore[arg-type]
+            device="cpu",
+            check=check,
+            method=method,
+            repeats=5,
+            warmup=2,
+        )
+
+    def test_the_honest_one_is_accepted(self, method: Method) -> None:
+        found = self.times(lambda values: values.cumsum(0), method)
+        assert (found.mode, found.calls) == ("graph", 1 if method == "cold" else CALLS)
+
+    @pytest.mark.parametrize("together", [2, CALLS])
+    def test_work_that_is_put_off_to_a_later_call_is_refused(self, together: int) -> None:
+        """In the graph that is timed every output is right once all of it has run."""
+        for _ in range(4):  # whichever of the two graphs is captured first
+            with pytest.raises(WrongResult, match="not the cumulative sum"):
+                self.times(Batches(together))
+
+    def test_a_guess_at_the_timed_graph_is_wrong_half_of_the_time(self) -> None:
+        """It is honest in the warm-up and the first capture, and puts work off in the second."""
+        accepted = 0
+        for _ in range(24):
+            with contextlib.suppress(WrongResult):
+                self.times(Batches(CALLS, honest_calls=2 * CALLS))
+                accepted += 1
+        assert 0 < accepted < 24
+
+    def test_one_output_for_all_calls_is_refused(self) -> None:
+        """Each call is right when it ends, and what the next one overwrites was no result."""
+        shared = torch.empty(512)
+        with pytest.raises(WrongResult, match="not the cumulative sum"):
+            self.times(lambda values: torch.cumsum(values, 0, out=shared))
+
+    @pytest.mark.parametrize("skipped", range(CALLS))
+    def test_a_call_that_is_left_out_of_the_graph_is_refused(self, skipped: int) -> None:
+        calls = 0
+
+        def skipping(values: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            return torch.empty_like(values) if calls % CALLS == skipped else values.cumsum(0)
+
+        with pytest.raises(WrongResult, match="not the cumulative sum"):
+            self.times(skipping)
+
+    @pytest.mark.parametrize("cheat", [KeepsOneOutputPerBuffer, ReturnsItsCache])
+    def test_what_was_computed_before_the_capture_is_refused(
+        self, cheat: Cheat, method: Method
+    ) -> None:
+        with pytest.raises(WrongResult, match="not the cumulative sum"):
+            self.times(cheat(), method)
 
 
 @pytest.mark.gpu
