@@ -1,10 +1,11 @@
 """Kernels of other projects for the same work: FlashInfer, FlashMLA and SGLang's Triton kernels.
 
-The adapters follow the sources of flashinfer-python 0.6.15 and 0.7.4, sglang 0.5.23 and FlashMLA's
-main branch of version 1.0.0. A peer gets what its own callers give it, in the layout that it wants;
-what they prepare once for a step or for all layers (a plan, pages, the draft's dense rows) is
-prepared outside of what is timed. Apart from SGLang's extend kernel none takes a tree, so the
-others do a causal chain, and are held against the oracle's.
+The adapters follow the sources of flashinfer-python 0.6.15 and 0.7.4, sglang 0.5.23, and FlashMLA
+1.0.0 in the form of deepseek-ai and in that of the wheel sgl-flash-mla 1.0.0. A peer gets what its
+own callers give it, in the layout that it wants; what they prepare once for a step or for all
+layers (a plan, pages, the draft's dense rows) is prepared outside of what is timed. Apart from
+SGLang's extend kernel none takes a tree, so the others do a causal chain, and are held against the
+oracle's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -268,6 +270,9 @@ def _pages(regime: Regime, drawn: Tensors) -> Tensors:
 def _flashmla(regime: Regime) -> Operation:
     """FlashMLA's dense decoding kernel for sm_90."""
     flash_mla: Any = importlib.import_module("flash_mla")
+    parameters = inspect.signature(flash_mla.flash_mla_with_kvcache).parameters
+    # The wheel sgl-flash-mla keeps this kernel among those that FlashMLA itself has dropped since.
+    options = {"use_legacy": True} if "use_legacy" in parameters else {}
     scheduled: list[tuple[torch.Tensor, Any, Any]] = []
 
     def operation(q: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
@@ -289,6 +294,7 @@ def _flashmla(regime: Regime) -> Operation:
             splits,
             softmax_scale=regime.sm_scale,
             causal=True,
+            **options,
         )
         found: torch.Tensor = out.reshape(-1, regime.heads, _LATENT)
         return found

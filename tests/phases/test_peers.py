@@ -281,6 +281,21 @@ def test_each_is_judged_by_the_mask_that_it_takes(peer: Peer) -> None:
 
 
 @pytest.mark.usefixtures("stand_ins")
+def test_the_wheel_that_keeps_flashmlas_dense_kernel_apart_is_asked_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def of_the_wheel(*arguments: Any, use_legacy: bool = False, **options: Any) -> Any:
+        assert use_legacy, "dense decoding was removed from the current kernels"
+        return flash_mla_with_kvcache(*arguments, **options)
+
+    monkeypatch.setattr(sys.modules["flash_mla"], "flash_mla_with_kvcache", of_the_wheel)
+    peer = BY_NAME["flashmla"]
+    inputs = make_inputs(peer, REGIME, 1, device=CPU)
+    out = peer.make(REGIME)(*inputs)
+    assert problem_with_peer(peer, REGIME, inputs, (out,)) is None
+
+
+@pytest.mark.usefixtures("stand_ins")
 def test_a_shape_that_the_verify_kernel_does_not_take_is_an_error() -> None:
     peer, regime = BY_NAME["sglang-verify-mla"], Regime(1, 8, 3, 0)
     with pytest.raises(RuntimeError, match="does not take B=1 H=8 T=3 L=0"):
