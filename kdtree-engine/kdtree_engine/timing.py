@@ -154,7 +154,8 @@ def time_operation(
         in, a workspace); what it computes has to be among what it returns.
     check: `check(inputs, outputs)` says what is wrong with the outputs, or None, from the inputs
         as drawn and copies of the outputs. Cold, it is called for every call. Rotated, for every
-        call of the first and the last replay, and for four drawn at random of each other one.
+        call of the first and the last replay and of one that is not timed, and for four of each
+        other one, drawn by lot once it has run.
     method: "cold" reads the clock around one call. "rotated" reads it around as many calls, each
         on inputs of its own, as it takes for the inputs to exceed the last-level cache three times;
         at least 4 and at most 24. The caches are flushed before both.

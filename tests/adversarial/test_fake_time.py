@@ -457,6 +457,13 @@ class TestGraphs:
         found = self.times(lambda values: values.cumsum(0), method)
         assert (found.mode, found.calls) == ("graph", 1 if method == "cold" else CALLS)
 
+    def test_the_time_of_a_replay_is_divided_by_its_calls(
+        self, monkeypatch: pytest.MonkeyPatch, method: Method
+    ) -> None:
+        monkeypatch.setattr(timing, "_elapsed_ms", lambda begin, end: 0.096)
+        found = self.times(lambda values: values.cumsum(0), method)
+        assert found.median_us == pytest.approx(96 / found.calls)
+
     @pytest.mark.parametrize("together", [2, CALLS])
     def test_work_that_is_put_off_to_a_later_call_is_refused(self, together: int) -> None:
         """In the graph that is timed every output is right once all of it has run."""
