@@ -337,7 +337,7 @@ def _measure_peer(bench: Bench, peer: Peer, regime: Regime) -> Measurement:
         bench,
         Measurement(peer.name, regime, "right", mask=peer.mask),
         functools.partial(make_inputs, peer, regime, device=device),
-        lambda: peer.make(regime),
+        lambda: peer.make(peer.load(), regime),
         functools.partial(problem_with_peer, peer, regime),
     )
 

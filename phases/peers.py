@@ -5,7 +5,8 @@ The adapters follow the sources of flashinfer-python 0.6.15 and 0.7.4, sglang 0.
 own callers give it, in the layout that it wants; what they prepare once for a step or for all
 layers (a plan, pages, the draft's dense rows) is prepared outside of what is timed. Apart from
 SGLang's extend kernel none takes a tree, so the others do a causal chain, and are held against the
-oracle's.
+oracle's. They are looked up by name, when a comparison asks for them: nothing else here depends on
+them, and SGLang is imported in its own room alone.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ Extras = Callable[[Regime, Tensors], Tensors]
 class Peer:
     """A kernel of another project, in the form that a comparison needs.
 
-    module: what has to be importable.
-    make: `make(regime)` gives the operation over the eight tensors of `regimes.draw` and, after
-        them, those of `extras`: bf16 [batch * nodes, heads, 512].
+    load: imports what it is of; ImportError where that is not installed.
+    make: `make(loaded, regime)` gives the operation over the eight tensors of `regimes.draw` and,
+        after them, those of `extras`: bf16 [batch * nodes, heads, 512].
     extras: `extras(regime, drawn)`, the same data as the peer wants them.
     tree: whether it follows the mask; else node t sees the nodes up to t.
     """
 
     name: str
-    module: str
-    make: Callable[[Regime], Operation]
+    load: Callable[[], Any]
+    make: Callable[[Any, Regime], Operation]
     extras: Extras = lambda regime, drawn: ()
     tree: bool = False
 
@@ -62,13 +63,13 @@ class Peer:
 def lack(peer: Peer) -> tuple[Literal["not installed", "failed"], str] | None:
     """Why a peer cannot be run on this machine, None where nothing is known against it."""
     try:
-        importlib.import_module(peer.module)
+        peer.load()
     except ModuleNotFoundError as error:
-        # Of its own modules or of one that it needs: both are a matter of installing.
-        return "not installed", f"no module {error.name or peer.module}"
+        # One of its own modules or one that it needs: both are a matter of installing.
+        return "not installed", f"no module {error.name}"
     except Exception as error:  # a package that is there and breaks on import says so
         told = " ".join(str(error).split())
-        return "failed", f"import of {peer.module}: {type(error).__name__}: {told}"[:400]
+        return "failed", f"import: {type(error).__name__}: {told}"[:400]
     return None
 
 
@@ -101,7 +102,7 @@ def time_peer(
     """
     return time_operation(
         functools.partial(make_inputs, peer, regime, device=device),
-        peer.make(regime),
+        peer.make(peer.load(), regime),
         device=device,
         check=functools.partial(problem_with_peer, peer, regime),
         method=method,
@@ -119,9 +120,12 @@ def _all_slots(regime: Regime, drawn: Tensors) -> Tensors:
     return (torch.cat((cached, own), dim=1).flatten().int(),)
 
 
-def _flashinfer(backend: str, regime: Regime) -> Operation:
+def _load_flashinfer() -> Any:
+    return importlib.import_module("flashinfer.mla")
+
+
+def _flashinfer(backend: str, mla: Any, regime: Regime) -> Operation:
     """FlashInfer's BatchMLAPagedAttentionWrapper with pages of one row."""
-    mla: Any = importlib.import_module("flashinfer.mla")
     planned: dict[int, tuple[Any, torch.Tensor]] = {}
     scratch: list[torch.Tensor] = []
     length = regime.prefix + regime.nodes
@@ -184,9 +188,12 @@ def _draft_rows(regime: Regime, drawn: Tensors) -> Tensors:
     return k, k[..., :_LATENT].contiguous()
 
 
-def _sglang_extend(regime: Regime) -> Operation:
+def _load_sglang_extend() -> Any:
+    return importlib.import_module("sglang.kernels.ops.attention.extend_attention")
+
+
+def _sglang_extend(kernel: Any, regime: Regime) -> Operation:
     """SGLang's extend kernel as its Triton backend calls it for target-verify, tree included."""
-    kernel: Any = importlib.import_module("sglang.kernels.ops.attention.extend_attention")
 
     def operation(*tensors: torch.Tensor) -> torch.Tensor:
         q, pool, qo_indptr, kv_indptr, kv_indices, _, mask, mask_indptr, k, v = tensors
@@ -215,9 +222,12 @@ def _sglang_extend(regime: Regime) -> Operation:
     return operation
 
 
-def _sglang_verify_mla(regime: Regime) -> Operation:
+def _load_sglang_verify_mla() -> Any:
+    return importlib.import_module("sglang.kernels.ops.attention.verify_mla")
+
+
+def _sglang_verify_mla(kernel: Any, regime: Regime) -> Operation:
     """SGLang's grouped-head verify kernel, which its backend uses on AMD and for chains alone."""
-    kernel: Any = importlib.import_module("sglang.kernels.ops.attention.verify_mla")
 
     def operation(*tensors: torch.Tensor) -> torch.Tensor:
         q, pool, qo_indptr, kv_indptr, kv_indices, _, _, _, k, v = tensors
@@ -267,9 +277,12 @@ def _pages(regime: Regime, drawn: Tensors) -> Tensors:
     return pages, table.view(regime.batch, count)
 
 
-def _flashmla(regime: Regime) -> Operation:
+def _load_flashmla() -> Any:
+    return importlib.import_module("flash_mla")
+
+
+def _flashmla(flash_mla: Any, regime: Regime) -> Operation:
     """FlashMLA's dense decoding kernel for sm_90."""
-    flash_mla: Any = importlib.import_module("flash_mla")
     parameters = inspect.signature(flash_mla.flash_mla_with_kvcache).parameters
     # The wheel sgl-flash-mla keeps this kernel among those that FlashMLA itself has dropped since.
     options = {"use_legacy": True} if "use_legacy" in parameters else {}
@@ -302,12 +315,11 @@ def _flashmla(regime: Regime) -> Operation:
     return operation
 
 
-_SGLANG = "sglang.kernels.ops.attention"
 PEERS = (
-    Peer("sglang-extend", f"{_SGLANG}.extend_attention", _sglang_extend, _draft_rows, tree=True),
-    Peer("sglang-verify-mla", f"{_SGLANG}.verify_mla", _sglang_verify_mla, _draft_rows),
-    Peer("flashinfer-fa2", "flashinfer.mla", functools.partial(_flashinfer, "fa2"), _all_slots),
-    Peer("flashinfer-fa3", "flashinfer.mla", functools.partial(_flashinfer, "fa3"), _all_slots),
-    Peer("flashmla", "flash_mla", _flashmla, _pages),
+    Peer("sglang-extend", _load_sglang_extend, _sglang_extend, _draft_rows, tree=True),
+    Peer("sglang-verify-mla", _load_sglang_verify_mla, _sglang_verify_mla, _draft_rows),
+    Peer("flashinfer-fa2", _load_flashinfer, functools.partial(_flashinfer, "fa2"), _all_slots),
+    Peer("flashinfer-fa3", _load_flashinfer, functools.partial(_flashinfer, "fa3"), _all_slots),
+    Peer("flashmla", _load_flashmla, _flashmla, _pages),
 )
-"""None of these adapters has been run against its kernel by this project yet."""
+"""None of these adapters has been run on a GPU by this project yet."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import pathlib
 import types
@@ -171,7 +172,15 @@ def test_a_tile_that_cannot_be_had_is_failed_and_the_rest_goes_on() -> None:
     assert second.status == "right"
 
 
-def chain(regime: Regime, factor: float = 1.0) -> Any:
+def installed() -> None:
+    """Of a peer that is there, and needs nothing of what was imported."""
+
+
+def absent() -> None:
+    import no_such_module.at_all  # noqa: F401
+
+
+def chain(loaded: None, regime: Regime, factor: float = 1.0) -> Any:
     def operation(*tensors: torch.Tensor) -> torch.Tensor:
         out = tree_verify_attention(*tensors[:6], sm_scale=regime.sm_scale)
         assert isinstance(out, torch.Tensor)
@@ -180,7 +189,7 @@ def chain(regime: Regime, factor: float = 1.0) -> Any:
     return operation
 
 
-def tree(regime: Regime) -> Any:
+def tree(loaded: None, regime: Regime) -> Any:
     def operation(*tensors: torch.Tensor) -> torch.Tensor:
         out = tree_verify_attention(*tensors[:8], sm_scale=regime.sm_scale)
         assert isinstance(out, torch.Tensor)
@@ -189,19 +198,19 @@ def tree(regime: Regime) -> Any:
     return operation
 
 
-def refusing(regime: Regime) -> Any:
+def refusing(loaded: None, regime: Regime) -> Any:
     raise NotImplementedError(f"{regime} is\nnot for me")
 
 
 def test_peers_are_run_where_they_are_and_never_invented() -> None:
     regime = Regime(2, 8, 9, 40)  # of trees that are no chains
     peers = (
-        Peer("here", "json", chain),
-        Peer("a tree's", "json", tree, tree=True),
-        Peer("wrong", "json", lambda regime: chain(regime, 1.5)),
-        Peer("a chain's for a tree", "json", chain, tree=True),
-        Peer("refuses", "json", refusing),
-        Peer("absent", "no_such_module.at_all", chain),
+        Peer("here", installed, chain),
+        Peer("a tree's", installed, tree, tree=True),
+        Peer("wrong", installed, functools.partial(chain, factor=1.5)),
+        Peer("a chain's for a tree", installed, chain, tree=True),
+        Peer("refuses", installed, refusing),
+        Peer("absent", absent, chain),
     )
     bench = run(peers=peers, regimes=[regime])
     assert {entry.implementation: entry.status for entry in bench.peers} == {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -155,10 +156,16 @@ CHAINS = Regime(1, 8, 2, 60)
 """Two nodes are a chain, whatever is drawn: the operation itself may stand for any peer."""
 
 
-def peer(name: str, delay_s: float = 0.0, factor: float = 1.0, module: str = "json") -> Peer:
+def absent() -> None:
+    import no_such_module  # noqa: F401
+
+
+def peer(
+    name: str, delay_s: float = 0.0, factor: float = 1.0, load: Callable[[], None] = lambda: None
+) -> Peer:
     """The operation under a peer's name, at a price."""
 
-    def make(regime: Regime) -> Any:
+    def make(loaded: None, regime: Regime) -> Any:
         if regime.nodes > 2:
             raise NotImplementedError(f"no trees: {regime}")
 
@@ -170,10 +177,10 @@ def peer(name: str, delay_s: float = 0.0, factor: float = 1.0, module: str = "js
 
         return operation
 
-    return Peer(name, module, make)
+    return Peer(name, load, make)
 
 
-SLOW, ABSENT = 0.05, "no_such_module"
+SLOW = 0.05
 
 
 def against(ctx: Context, *peers: Peer, **options: Any) -> dict[str, float]:
@@ -190,7 +197,7 @@ def test_a_slower_bar_is_passed_and_the_others_are_recorded_without_a_threshold(
         peer("flashinfer-fa2", SLOW),
         peer("faster"),
         peer("wrong", SLOW, factor=1.5),
-        peer("absent", module=ABSENT),
+        peer("absent", load=absent),
         candidate=delayed(SLOW / 10),
         regimes=[CHAINS, SMALL],
     )
@@ -231,10 +238,10 @@ def test_a_wrong_kernel_is_not_compared(ctx: Context) -> None:
 @pytest.mark.parametrize(
     ("peers", "text"),
     [
-        ([peer("flashinfer-fa2", module=ABSENT)], "no peer is installed"),
+        ([peer("flashinfer-fa2", load=absent)], "no peer is installed"),
         ([], "no peer is installed"),
         (
-            [peer("flashinfer-fa2", module=ABSENT), peer("flashmla")],
+            [peer("flashinfer-fa2", load=absent), peer("flashmla")],
             "flashinfer-fa2, the peer to beat, cannot be run: no module no_such_module",
         ),
     ],
@@ -250,7 +257,10 @@ def test_without_the_peer_to_beat_the_gate_is_blocked(
     ("bar", "text"),
     [
         (peer("flashinfer-fa2", factor=1.5), "WrongResult: .*relative error"),
-        (dataclasses.replace(peer("flashinfer-fa2"), make=lambda regime: 1 / 0), "ZeroDivision"),
+        (
+            dataclasses.replace(peer("flashinfer-fa2"), make=lambda loaded, regime: 1 / 0),
+            "ZeroDivision",
+        ),
     ],
 )
 def test_a_bar_that_is_right_nowhere_shows_nothing(ctx: Context, bar: Peer, text: str) -> None:
