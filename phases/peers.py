@@ -29,8 +29,8 @@ _LATENT, _ROPE = 512, 64
 _PAGE = 64
 """Rows of a page: FlashMLA's dense kernel takes no other."""
 _TOLERANCE_FACTOR = 4.0
-"""A peer may keep partial results in bf16, which takes 2.2 in SGLang's verify kernel. A tree that
-is taken for a chain takes 90 at a prefix of 40."""
+"""A peer may keep partial results in bf16: SGLang's verify kernel takes 2.2 in Triton's
+interpreter. A tree that is taken for a chain takes 90 at a prefix of 40."""
 _FLASHINFER_WORKSPACE_BYTES = 128 << 20
 """What FlashInfer's documentation of the wrapper recommends."""
 
