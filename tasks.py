@@ -37,7 +37,12 @@ Exit codes:
   130  interrupted
 """
 
-BENCH_EPILOG = """\b
+BENCH_EPILOG = """\
+The column us is rotated: several calls in one CUDA graph, each on inputs of its own, divided by
+their number, as figures of kernels are usually given. The column cold us is of one call a graph,
+right after other kernels. Caches are flushed before both. The other columns go by the first.
+
+\b
 Exit codes:
   0    every kernel was right
   1    a kernel was wrong, or could not be run
@@ -430,7 +435,13 @@ def bench_group() -> None:
     type=click.Path(exists=True, dir_okay=False, path_type=pathlib.Path),
     help="A kernel library (default: the one that kd build made). Repeatable.",
 )
-@click.option("--repeats", type=click.IntRange(3), default=50, show_default=True)
+@click.option(
+    "--repeats",
+    type=click.IntRange(3),
+    default=50,
+    show_default=True,
+    help="Cold calls; half as many rotated replays.",
+)
 @_json_option
 @click.pass_context
 def bench_kernel(

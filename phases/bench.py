@@ -1,9 +1,10 @@
 """`kd bench kernel`: times of the kernels on one GPU, in one run, beside installed peers.
 
 Nothing is timed before its output has been held against the oracle, and a wrong one has no time.
-Every figure stands beside what the same card reached in the same run with a copy and with a matrix
-product. What comes out is a `Bench`, written to a file after each figure, so that what was measured
-outlives the machine.
+Each is timed by both methods of `kdtree_engine.timing`: rotated, as bars and figures of peers are
+given, and cold, which is nearer to a call between other kernels. Every figure stands beside what
+the same card reached in the same run with a copy and with a matrix product. What comes out is a
+`Bench`, written to a file after each figure, so that what was measured outlives the machine.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
 import json
 import os
 import pathlib
@@ -29,8 +29,9 @@ from kdtree_engine.library import Kernels, built_in_tuning, library_path, using
 from kdtree_engine.machine import Machine
 from kdtree_engine.reference.tiny_mla import Attention
 from kdtree_engine.timing import (
-    ImplausibleTiming,
+    Method,
     Tensors,
+    Timing,
     WrongResult,
     copy_bandwidth,
     matmul_rate,
@@ -39,14 +40,13 @@ from kdtree_engine.timing import (
 from phases.checkout import Checkout
 from phases.evidence import new_run_id, now
 from phases.p5_tuning.checks import TARGETS
-from phases.regimes import Regime, draw, problem_with
+from phases.peers import PEERS, Operation, Peer, lack, make_inputs, problem_with_peer
+from phases.regimes import Regime, draw, first_seed, problem_with, replays_for
 
 __all__ = [
-    "PEERS",
     "REGIMES",
     "Bench",
     "Measurement",
-    "Peer",
     "Tile",
     "bench_kernel",
     "bench_this_machine",
@@ -59,14 +59,11 @@ REGIMES = tuple(target.regime for target in TARGETS)
 """The twelve that have a time to reach."""
 _TARGETS = {target.regime: target for target in TARGETS}
 _ENVIRONMENT = ("KDTREE_WGMMA", "KDTREE_CHECK", "CUDA_VISIBLE_DEVICES")
-_FLASHINFER_WORKSPACE_BYTES = 128 << 20
-"""What FlashInfer's documentation of the wrapper recommends."""
 
 _CUDA = torch.device("cuda")
 
 Opener = Callable[[pathlib.Path], contextlib.AbstractContextManager[Kernels]]
-Operation = Callable[..., torch.Tensor]
-Status = Literal["right", "wrong", "failed", "unwritten", "not installed"]
+Status = Literal["right", "wrong", "failed", "not installed"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +83,11 @@ class Measurement:
 
     implementation: a library's file, or a peer's name. tile: None for the built-in choice.
     status: `right` alone comes with a time; `why` says what else it is.
-    median_us, p10_us, p90_us: microseconds of a call, one call a graph, cold caches.
+    mask: what it was given and judged by; a peer that takes no tree does a causal chain.
+    median_us, p10_us, p90_us: microseconds of a call by the rotated method, `calls` calls a graph.
+    cold_us, cold_p10_us, cold_p90_us: by the cold one, one call a graph.
     bytes_per_second: each latent row counted once. of_copy, of_product: the fractions of what a
-        copy and a matrix product reached on the same card in the same run.
+        copy and a matrix product reached on the same card in the same run; all of the rotated time.
     must_us, aim_us: of plan 15, for an H200, where it names the regime.
     """
 
@@ -97,9 +96,14 @@ class Measurement:
     status: Status
     tile: Tile | None = None
     why: str | None = None
+    mask: Literal["tree", "chain"] = "tree"
+    calls: int | None = None
     median_us: float | None = None
     p10_us: float | None = None
     p90_us: float | None = None
+    cold_us: float | None = None
+    cold_p10_us: float | None = None
+    cold_p90_us: float | None = None
     bytes_per_second: float | None = None
     flops_per_second: float | None = None
     of_copy: float | None = None
@@ -134,67 +138,6 @@ class Bench:
         if peer.regime != kernel.regime or peer.median_us is None or kernel.median_us is None:
             return None
         return peer.median_us / kernel.median_us
-
-
-@dataclasses.dataclass(frozen=True)
-class Peer:
-    """A kernel of another project, in the only form that a comparison needs.
-
-    module: what has to be importable.
-    make: `make(regime)` gives the operation over the first six tensors of `regimes.draw` and, as a
-        seventh, every slot of each request, prefix then nodes, int32. It computes a causal chain,
-        as none of them but SGLang's extend kernel takes a tree. None: no adapter is written.
-    """
-
-    name: str
-    module: str
-    make: Callable[[Regime], Operation] | None = None
-
-
-def _flashinfer(backend: str, regime: Regime) -> Operation:
-    """FlashInfer's BatchMLAPagedAttentionWrapper with page size 1, planned outside of the graph."""
-    mla = importlib.import_module("flashinfer.mla")
-    planned: dict[int, Any] = {}
-    length = regime.prefix + regime.nodes
-
-    def operation(q: torch.Tensor, pool: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        slots = rest[-1]
-        wrapper = planned.get(slots.data_ptr())
-        if wrapper is None:  # the first call with these buffers, before they are captured
-            steps = torch.arange(regime.batch + 1, dtype=torch.int32, device=q.device)
-            workspace = torch.empty(_FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
-            wrapper = mla.BatchMLAPagedAttentionWrapper(workspace, backend=backend)
-            wrapper.plan(
-                steps * regime.nodes,
-                steps * length,
-                slots,
-                torch.full_like(steps[1:], length),
-                regime.heads,
-                512,  # latent values
-                64,  # rope values
-                1,  # page size
-                True,  # causal
-                regime.sm_scale,
-                q.dtype,
-                pool.dtype,
-            )
-            planned[slots.data_ptr()] = wrapper
-        pages = pool.unsqueeze(1)
-        out = wrapper.run(q[..., :512], q[..., 512:], pages[..., :512], pages[..., 512:])
-        assert isinstance(out, torch.Tensor)
-        return out
-
-    return operation
-
-
-PEERS = (
-    Peer("sglang-extend", "sglang.srt.layers.attention.triton_ops.extend_attention"),
-    Peer("sglang-verify-mla", "sglang.srt.layers.attention.triton_ops.verify_splitkv"),
-    Peer("flashinfer-fa2", "flashinfer.mla", functools.partial(_flashinfer, "fa2")),
-    Peer("flashinfer-fa3", "flashinfer.mla", functools.partial(_flashinfer, "fa3")),
-    Peer("flashmla", "flash_mla"),
-)
-"""FlashInfer's adapters follow its documentation and have not been run by this project yet."""
 
 
 def parse_regime(text: str) -> Regime:
@@ -275,6 +218,7 @@ def bench_kernel(
 ) -> Bench:
     """Time each library with each tile, and each peer, in each regime.
 
+    repeats: cold calls of each; rotated, half as many replays of a graph of several calls.
     keep: called with what there is after every figure. progress: before each.
     Raises MissingError, ConfigError where a library cannot be loaded or is named twice.
     """
@@ -301,11 +245,12 @@ def bench_kernel(
                     bench.kernels.append(measured)
                     keep(bench)
     for peer in peers:
-        lack = _lack(peer)
+        missing = lack(peer)
         for regime in regimes:
             note(f"{peer.name} {regime}")
-            if lack is not None:
-                bench.peers.append(Measurement(peer.name, regime, *lack))
+            if missing is not None:
+                status, why = missing
+                bench.peers.append(Measurement(peer.name, regime, status, why=why, mask=peer.mask))
             else:
                 bench.peers.append(_measure_peer(bench, peer, regime))
             keep(bench)
@@ -324,14 +269,18 @@ def write_bench(
     """The whole of a bench as JSON. csrc: the digest of the checkout's CUDA sources."""
     commit, dirty = revision
     document = {
-        "version": 1,
+        "version": 2,
         "command": list(command),
         "revision": commit,
         "dirty": dirty,
         "csrc_sha256": csrc,
         "machine": machine.as_json(),
         "environment": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
-        "method": "one call a CUDA graph, caches flushed, new inputs each call, slots at random",
+        "methods": {
+            "rotated": "several calls in one CUDA graph, each on inputs of its own, divided",
+            "cold": "one call a CUDA graph, after other kernels",
+            "both": "caches flushed, inputs never seen before, slots at random",
+        },
         **dataclasses.asdict(bench),
     }
     write_atomically(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
@@ -376,71 +325,74 @@ def _measure_kernel(
     def make(seed: int) -> Tensors:
         return draw(regime, seed, device=torch.device(bench.device), scattered=True)
 
-    return _measured(bench, empty, make, operation, judged=8)
+    def check(inputs: Tensors, outputs: Tensors) -> str | None:
+        return problem_with(inputs, outputs[0], regime.sm_scale)
+
+    return _measured(bench, empty, make, lambda: operation, check)
 
 
 def _measure_peer(bench: Bench, peer: Peer, regime: Regime) -> Measurement:
-    assert peer.make is not None
-
-    def make(seed: int) -> Tensors:
-        drawn = draw(regime, seed, device=torch.device(bench.device), scattered=True)
-        cached = drawn[4].view(regime.batch, regime.prefix)
-        own = drawn[5].view(regime.batch, regime.nodes)
-        return (*drawn[:6], torch.cat((cached, own), dim=1).flatten().int())
-
-    empty = Measurement(peer.name, regime, "right")
-    try:
-        operation = peer.make(regime)
-    except Exception as error:
-        return _failed(empty, error)
-    # Without a mask: six tensors are a causal chain to the oracle.
-    return _measured(bench, empty, make, operation, judged=6)
+    device = torch.device(bench.device)
+    return _measured(
+        bench,
+        Measurement(peer.name, regime, "right", mask=peer.mask),
+        functools.partial(make_inputs, peer, regime, device=device),
+        lambda: peer.make(peer.load(), regime),
+        functools.partial(problem_with_peer, peer, regime),
+    )
 
 
 def _measured(
     bench: Bench,
     empty: Measurement,
     make: Callable[[int], Tensors],
-    operation: Operation,
-    *,
-    judged: int,
+    prepare: Callable[[], Operation],
+    check: Callable[[Tensors, Tensors], str | None],
 ) -> Measurement:
-    """`empty` with its status, and with its time where every output was right.
+    """`empty` with its status, and with its times where the outputs were right.
 
-    judged: how many of the inputs the oracle takes.
+    prepare: gives what is timed; a peer's may fail at that.
     """
     regime, device = empty.regime, torch.device(bench.device)
-    seed = bench.seed * 100_000
 
-    def check(inputs: Tensors, outputs: Tensors) -> str | None:
-        return problem_with(inputs[:judged], outputs[0], regime.sm_scale)
-
-    try:
-        inputs = make(seed)
-        wrong = check(inputs, (operation(*inputs),))
-        if wrong is not None:
-            return dataclasses.replace(empty, status="wrong", why=wrong)
-        timing = time_operation(
+    def time(method: Method, repeats: int) -> Timing:
+        return time_operation(
             make,
             operation,
             device=device,
             check=check,
-            repeats=bench.repeats,
-            seed=seed + 1,
+            method=method,
+            repeats=repeats,
+            seed=first_seed(bench.seed, method),
             floor_bytes=regime.floor_bytes,
             copy_bandwidth=bench.copy_bytes_per_second,
         )
+
+    try:
+        operation = prepare()
+        inputs = make(first_seed(bench.seed, "cold") - 1)
+        wrong = check(inputs, (operation(*inputs),))
+        del inputs
+        if wrong is not None:
+            return dataclasses.replace(empty, status="wrong", why=wrong)
+        timing = time("rotated", replays_for(bench.repeats))
+        cold = time("cold", bench.repeats)
     except WrongResult as error:
         return dataclasses.replace(empty, status="wrong", why=str(error))
-    except (ImplausibleTiming, RuntimeError, ValueError, TypeError, AttributeError) as error:
-        # A tile that the device cannot have, memory that is short, a peer of another version.
+    except Exception as error:
+        # A tile that the device cannot have, memory that is short, a peer of another version, or
+        # what a compiler of kernels raises.
         return _failed(empty, error)
     seconds = timing.median_us * 1e-6
     return dataclasses.replace(
         empty,
+        calls=timing.calls,
         median_us=timing.median_us,
         p10_us=timing.p10_us,
         p90_us=timing.p90_us,
+        cold_us=cold.median_us,
+        cold_p10_us=cold.p10_us,
+        cold_p90_us=cold.p90_us,
         bytes_per_second=regime.floor_bytes / seconds,
         flops_per_second=regime.flops / seconds,
         of_copy=regime.floor_bytes / seconds / bench.copy_bytes_per_second,
@@ -451,16 +403,3 @@ def _measured(
 def _failed(empty: Measurement, error: Exception) -> Measurement:
     told = " ".join(str(error).split()) or "no message"
     return dataclasses.replace(empty, status="failed", why=f"{type(error).__name__}: {told}"[:400])
-
-
-def _lack(peer: Peer) -> tuple[Status, None, str] | None:
-    """Why a peer is not run, as the fields of a `Measurement`; None where it can be."""
-    try:
-        importlib.import_module(peer.module)
-    except ModuleNotFoundError:
-        return "not installed", None, f"no module {peer.module}"
-    except Exception as error:  # a package that is there and breaks on import says so
-        return "failed", None, f"import of {peer.module}: {type(error).__name__}: {error}"[:400]
-    if peer.make is None:
-        return "unwritten", None, "no adapter is written for it"
-    return None

@@ -11,6 +11,7 @@ COLUMNS = (
     "tile",
     "regime",
     "us",
+    "cold us",
     "of copy",
     "of product",
     "must",
@@ -20,22 +21,23 @@ COLUMNS = (
 
 
 def bench_rows(bench: Bench) -> list[tuple[str, ...]]:
-    """A row for each figure, the peers last; a peer that was never run takes one row in all.
+    """A row for each figure, the peers last; a peer that is not installed takes one row in all.
 
+    "us" is by the rotated method, as are the shares and what it must reach; "cold us" by the other.
     The last column of a peer is how many times its time is that of the first library and tile.
     """
     first = {entry.regime: entry for entry in reversed(bench.kernels)}
     rows = [_row(entry, str(entry.tile or "automatic"), "") for entry in bench.kernels]
     idle: set[str] = set()
     for peer in bench.peers:
-        if peer.status in ("not installed", "unwritten"):
+        if peer.status == "not installed":
             if peer.implementation not in idle:
-                rows.append((peer.implementation, "", "all", peer.status, *[""] * 5))
+                rows.append((peer.implementation, "", "all", peer.status, *[""] * 6))
             idle.add(peer.implementation)
             continue
         kernel = first.get(peer.regime)
         ratio = bench.ratio(peer, kernel) if kernel else None
-        rows.append(_row(peer, "chain", f"{ratio:.2f}x" if ratio else ""))
+        rows.append(_row(peer, peer.mask, f"{ratio:.2f}x" if ratio else ""))
     return rows
 
 
@@ -50,11 +52,12 @@ def ceilings(bench: Bench) -> str:
 def _row(entry: Measurement, tile: str, ratio: str) -> tuple[str, ...]:
     if entry.median_us is None:
         time = entry.status if entry.status == "wrong" else f"{entry.status}: {entry.why}"
-        shares = ("", "")
+        shares = ("", "", "")
     else:
+        assert entry.cold_us is not None
         assert entry.of_copy is not None
         assert entry.of_product is not None
         time = f"{entry.median_us:.1f}"
-        shares = (f"{entry.of_copy:.2f}", f"{entry.of_product:.2f}")
+        shares = (f"{entry.cold_us:.1f}", f"{entry.of_copy:.2f}", f"{entry.of_product:.2f}")
     bars = ("" if bar is None else f"{bar:g}" for bar in (entry.must_us, entry.aim_us))
     return (entry.implementation, tile, str(entry.regime), time, *shares, *bars, ratio)

@@ -9,17 +9,26 @@ from collections.abc import Callable
 import torch
 
 from kdtree_engine import reference
-from kdtree_engine.reference.masks import MaskLayout, pack_masks, tree_mask
+from kdtree_engine.reference.masks import tree_mask
 from kdtree_engine.reference.tiny_mla import Attention
-from kdtree_engine.timing import Tensors, Timing, WrongResult, time_operation
+from kdtree_engine.timing import Method, Tensors, Timing, WrongResult, time_operation
 from phases.attention_cases import Shape, random_parents
 from phases.candidates import require_current_library
 from phases.gate import FailureKind, GateFailure
 
-__all__ = ["FLOPS_PER_ROW_AND_TOKEN", "Regime", "draw", "problem_with", "time_regime"]
+__all__ = [
+    "FLOPS_PER_ROW_AND_TOKEN",
+    "Regime",
+    "draw",
+    "first_seed",
+    "problem_with",
+    "replays_for",
+    "time_regime",
+]
 
 FLOPS_PER_ROW_AND_TOKEN = 2 * (576 + 512)
 _ROW_BYTES = 1152
+_SEEDS_OF_A_RUN = 100_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +68,6 @@ def draw(regime: Regime, seed: int, *, device: torch.device, scattered: bool) ->
     service hands over. Shapes and sizes are the same for every seed.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
-    on_host = torch.Generator().manual_seed(seed)
     rows, slots = regime.batch * regime.nodes, regime.kv_tokens + 16
     q = torch.randn(
         rows, regime.heads, 576, generator=generator, device=device, dtype=torch.bfloat16
@@ -70,9 +78,12 @@ def draw(regime: Regime, seed: int, *, device: torch.device, scattered: bool) ->
     else:
         order = torch.arange(slots, device=device)
     prefix_total = regime.batch * regime.prefix
-    parents = [random_parents(regime.nodes, Shape.MIXED, on_host) for _ in range(regime.batch)]
-    masks = [tree_mask(torch.tensor(tree)) for tree in parents]
-    mask, starts = pack_masks(masks, [regime.prefix] * regime.batch, MaskLayout.FULL)
+    # Laid out on the device: on the host the prefix's columns alone take a hundred times longer
+    # than all the rest of a draw.
+    sees = regime.prefix + regime.nodes
+    mask = torch.ones(regime.batch, regime.nodes, sees, dtype=torch.uint8, device=device)
+    mask[:, :, regime.prefix :] = _trees(regime.batch, regime.nodes, seed).to(device)
+    starts = torch.arange(regime.batch + 1, device=device) * (regime.nodes * sees)
     steps = torch.arange(regime.batch + 1, device=device, dtype=torch.int32)
     return (
         q,
@@ -81,9 +92,33 @@ def draw(regime: Regime, seed: int, *, device: torch.device, scattered: bool) ->
         steps * regime.prefix,
         order[:prefix_total].contiguous(),
         order[prefix_total : prefix_total + rows].contiguous(),
-        mask.to(device),
-        starts.to(device),
+        mask.flatten(),
+        starts,
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _trees(batch: int, nodes: int, seed: int) -> torch.Tensor:
+    """Who sees whom, uint8 [batch, nodes, nodes] on the host; kept, as each kernel draws it anew.
+
+    Every implementation gets the same seeds, so what is kept is theirs alike. Not to be changed.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    parents = [random_parents(nodes, Shape.MIXED, generator) for _ in range(batch)]
+    return torch.stack([tree_mask(torch.tensor(tree)) for tree in parents]).to(torch.uint8)
+
+
+def first_seed(run_seed: int, method: Method) -> int:
+    """Where a measurement's seeds begin.
+
+    The methods share none, so what was computed for one is of no use to the other.
+    """
+    return run_seed * _SEEDS_OF_A_RUN + (_SEEDS_OF_A_RUN // 2 if method == "rotated" else 1)
+
+
+def replays_for(repeats: int) -> int:
+    """Rotated replays that stand beside `repeats` cold calls: half, as each is a mean already."""
+    return max(3, repeats // 2)
 
 
 def problem_with(
@@ -107,13 +142,14 @@ def time_regime(
     *,
     device: torch.device,
     seed: int,
+    method: Method = "cold",
     scattered: bool = True,
     copy_bandwidth: float | None = None,
     repeats: int = 50,
     warmup: int = 5,
     prepare: Callable[[Tensors], Tensors] | None = None,
 ) -> Timing:
-    """Time one call; every output is held against the oracle. A wrong one fails the gate.
+    """Time a call; outputs are held against the oracle. A wrong one fails the gate.
 
     The layout is named, so that nothing is read back; max_nodes is, as a backend knows it.
     prepare: turns the drawn tensors into those that are called with, None for as they are.
@@ -136,9 +172,10 @@ def time_regime(
             call,
             device=device,
             check=check,
+            method=method,
             repeats=repeats,
             warmup=warmup,
-            seed=seed * 100_000,
+            seed=first_seed(seed, method),
             floor_bytes=regime.floor_bytes,
             copy_bandwidth=copy_bandwidth,
         )

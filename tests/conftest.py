@@ -6,6 +6,7 @@ import pathlib
 
 import pytest
 
+from kdtree_engine import timing
 from phases.checkout import Checkout
 from phases.evidence import Store
 
@@ -26,3 +27,12 @@ def checkout(root: pathlib.Path, tmp_path: pathlib.Path) -> Checkout:
 def store(checkout: Checkout, tmp_path: pathlib.Path) -> Store:
     """An empty store: no own records, none kept."""
     return Store(checkout.evidence, tmp_path / "kept", checkout.root)
+
+
+@pytest.fixture
+def small_cpu_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotated readings on the CPU take 4 calls on every machine, however large its cache."""
+    true_size = timing._cache_bytes
+    monkeypatch.setattr(
+        timing, "_cache_bytes", lambda device: 0 if device.type == "cpu" else true_size(device)
+    )

@@ -1,20 +1,34 @@
 """Honest timing: a figure that a cheating or mistaken implementation cannot talk its way into.
 
-`time_operation` trusts nothing that it times:
+`time_operation` has two methods, and a figure says by which it was taken:
+
+- `cold` times one call after a flush of the caches and after the many other kernels that draw and
+  check its data. What an operation costs to fetch, its code included, is in the figure: it is near
+  to a call between the other kernels of a service's step.
+- `rotated` times several calls in a row, each on inputs of its own, and divides: code is warm,
+  data are not. This is how figures of kernels are usually given.
+
+It trusts nothing that it times:
 
 - Its clocks are bound when this module is imported; what an implementation says or patches about
   time is not looked at. Two clocks are read, and must agree.
 - Every call, warm-up included, gets inputs with contents never seen before, in one of several sets
-  of buffers, with the caches flushed: what was computed, kept or warmed up earlier is of no use.
+  of buffers, with the caches flushed since those were written: what was computed, kept or warmed
+  up earlier is of no use.
 - The output is copied at the moment the clock stops, in the order of the device's own queue, and
   the copy is checked: work that is still going on elsewhere shows as missing. It is checked against
   the inputs as they were drawn, whatever was done to the buffers.
 - Every output is poisoned once it has been copied, so an output that is handed out again, or left
   unwritten, is wrong.
+- Where several calls share a graph, each must have done its own work before the next begins. On
+  the CPU each output is copied before the next call. In the timed graph such copies would cost
+  time, so a second graph has them, and its outputs are checked; which of the two is captured first
+  is drawn anew each time. An operation that puts work off to a later call, to do it in one go, is
+  wrong there, unless it guesses which of the two is which.
 - A figure that moves the operation's bytes faster than the device can copy is refused.
 
 On CUDA the operation is captured in a graph and replayed between events: nothing of it can happen
-on the host, and the figure is the device's. On the CPU the call itself is timed.
+on the host, and the figure is the device's. On the CPU the calls themselves are timed.
 """
 
 from __future__ import annotations
@@ -22,7 +36,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
+import random
 import statistics
 import time
 import warnings
@@ -35,6 +51,7 @@ from kdtree_engine.errors import KdError
 
 __all__ = [
     "ImplausibleTiming",
+    "Method",
     "Tensors",
     "Timing",
     "WrongResult",
@@ -44,6 +61,7 @@ __all__ = [
 ]
 
 Tensors = tuple[torch.Tensor, ...]
+Method = Literal["cold", "rotated"]
 
 # Bound here, once: replacing `time.perf_counter_ns` later changes nothing below.
 _clock_ns = time.perf_counter_ns
@@ -51,6 +69,8 @@ _new_event: Callable[[], Any] = functools.partial(torch.cuda.Event, enable_timin
 _elapsed_ms: Callable[[Any, Any], float] = torch.cuda.Event.elapsed_time
 _new_stream: Callable[[torch.device], Any] = torch.cuda.Stream
 _synchronize = torch.cuda.synchronize
+# No seed that an implementation could set or know decides what is looked at.
+_sample = random.SystemRandom().sample
 # On Linux perf_counter and monotonic are one clock; the raw one is another, which no NTP adjusts.
 if hasattr(time, "CLOCK_MONOTONIC_RAW"):
     _read_clock_ns, _RAW = time.clock_gettime_ns, time.CLOCK_MONOTONIC_RAW
@@ -66,9 +86,16 @@ _READ_OVER_COPY = 1.15
 (4.46 against 4.28 TB/s). Above this factor no honest operation goes."""
 
 _SMALLEST_FLUSH = 32 << 20  # bytes
+_ROTATED_CACHES = 3
+"""The inputs of one rotated replay exceed the last-level cache this many times, if calls allow."""
+_FEWEST_CALLS, _MOST_CALLS = 4, 24
+_CHECKED_CALLS = 4
+"""Of a rotated replay; of the first and the last, all are checked. One call of 24 that is skipped
+in each of 30 replays gets past the other 28 with a probability of (20/24)^28 = 0.6%, were it right
+in those two."""
 _CLOCKS_MAY_DIFFER = 0.1
 _HOST_JITTER_US = 200.0  # between reading one clock and the other, on a busy machine
-_LAUNCH_US = 20.0  # what a replay may cost the host
+_LAUNCH_US, _CALL_US = 20.0, 2.0  # what a replay, and each call in it, may cost the host
 
 
 class ImplausibleTiming(KdError):
@@ -81,11 +108,14 @@ class WrongResult(KdError):
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """What one call costs, with cold caches.
+    """What one call costs.
 
-    median_us, p10_us, p90_us: microseconds over `repeats` calls.
+    median_us, p10_us, p90_us: microseconds of a call, over `repeats` readings of the clock.
+    sets: sets of buffers that the calls went over.
     mode: "graph" and "events" are device time (CUDA events around a graph's replay, or around the
         call); "host" is the time of the call.
+    method: "cold", one call a reading, or "rotated".
+    calls: calls of one reading, which its time was divided by.
     bytes_per_second: `floor_bytes` over the median, None where no bytes were named.
     ceiling_fraction: that over the device's copy bandwidth.
     """
@@ -96,6 +126,8 @@ class Timing:
     repeats: int
     sets: int
     mode: Literal["graph", "events", "host"]
+    method: Method
+    calls: int
     bytes_per_second: float | None
     ceiling_fraction: float | None
 
@@ -106,6 +138,7 @@ def time_operation(
     *,
     device: torch.device | str,
     check: Callable[[Tensors, Tensors], str | None],
+    method: Method = "cold",
     repeats: int = 50,
     warmup: int = 5,
     sets: int = 3,
@@ -119,11 +152,16 @@ def time_operation(
     make_inputs: `make_inputs(seed)` draws the inputs on `device`: tensors of the same shapes and
         dtypes for every seed. A call gets them in buffers that it may write to (an output passed
         in, a workspace); what it computes has to be among what it returns.
-    check: `check(inputs, outputs)` says what is wrong with the outputs, or None. Called once for
-        every call, with the inputs as drawn and copies of the outputs.
-    repeats, warmup: timed calls, and calls before them.
-    sets: sets of buffers that the calls rotate over.
-    seed: the first seed; every call uses another.
+    check: `check(inputs, outputs)` says what is wrong with the outputs, or None, from the inputs
+        as drawn and copies of the outputs. Cold, it is called for every call. Rotated, for every
+        call of the first and the last replay and of one that is not timed, and for four of each
+        other one, drawn by lot once it has run.
+    method: "cold" reads the clock around one call. "rotated" reads it around as many calls, each
+        on inputs of its own, as it takes for the inputs to exceed the last-level cache three times;
+        at least 4 and at most 24. The caches are flushed before both.
+    repeats, warmup: timed readings, and readings before them.
+    sets: sets of buffers that cold calls go over; a rotated reading has one for each of its calls.
+    seed: the first seed; every call uses another: at most 24 * (repeats + warmup + 2) in a row.
     capture: on CUDA, replay a captured graph; False times the call itself, launches included.
     floor_bytes: bytes that the operation cannot do without moving.
     copy_bandwidth: bytes per second that the device can copy; where it is None and bytes are named,
@@ -133,31 +171,54 @@ def time_operation(
     """
     if repeats < 3 or warmup < 1 or sets < 2:
         raise ValueError("a measurement takes at least 3 repeats, 1 warm-up call and 2 input sets")
+    if method not in ("cold", "rotated"):
+        raise ValueError(f"the method must be cold or rotated, got {method!r}")
     if floor_bytes is not None and floor_bytes < 1:
         raise ValueError(f"floor_bytes must be positive, got {floor_bytes}")
     device = torch.device(device)
+    if method == "rotated" and device.type == "cuda" and not capture:
+        raise ValueError("rotated calls are timed in a graph: the method must be cold without one")
+    seeds = itertools.count(seed)
     with torch.no_grad(), _current(device):
-        buffers = [_own(make_inputs(seed + number), device) for number in range(sets)]
-        runner = _runner(operation, buffers, device, capture)
+        first = make_inputs(next(seeds))
+        if method == "rotated":
+            sets = _calls(first, device)
+        buffers = [_own(first, device)]
+        buffers += [_own(make_inputs(next(seeds)), device) for _ in range(sets - 1)]
+        groups: list[list[int]]  # the buffers of the calls between two readings of the clock
+        groups = [list(range(sets))] if method == "rotated" else [[slot] for slot in range(sets)]
+        runner = _runner(operation, buffers, groups, device, capture)
         flush = _Flush(device)
-        calls = []
-        for number in range(warmup + repeats):
-            drawn = make_inputs(seed + sets + number)
-            slot = number % sets
-            _refill(buffers[slot], drawn)
+
+        def run(read: Callable[[int], _Reading], group: int, checked: int) -> _Reading:
+            drawn = [make_inputs(next(seeds)) for _ in groups[group]]
+            for slot, inputs in zip(groups[group], drawn, strict=True):
+                _refill(buffers[slot], inputs)
             flush()
-            call = runner.call(slot)
-            problem = check(drawn, call.copies)
-            if problem is not None:
-                raise WrongResult(f"the output was wrong when the clock stopped: {problem}")
-            for output in call.outputs:
-                _poison(output)
+            reading = read(group)
+            for call in _sample(range(len(drawn)), min(checked, len(drawn))):
+                problem = check(drawn[call], reading.copies[call])
+                if problem is not None:
+                    raise WrongResult(f"the output was wrong when the clock stopped: {problem}")
+            for outputs in reading.outputs:
+                for output in outputs:
+                    _poison(output)
+            return reading
+
+        if method == "rotated":
+            run(runner.witness, 0, sets)
+        readings = []
+        for number in range(warmup + repeats):
+            ends = number in (0, warmup + repeats - 1)
+            checked = sets if ends else _CHECKED_CALLS
+            reading = run(runner.read, number % len(groups), checked)
             if number >= warmup:
-                calls.append(call)
-        runner.compare_clocks(calls)
+                readings.append(reading)
+        runner.compare_clocks(readings)
         if floor_bytes is not None and copy_bandwidth is None:
             copy_bandwidth = _measure_copy(device)
-    return _timing([call.us for call in calls], sets, runner.mode, floor_bytes, copy_bandwidth)
+    us = [reading.us for reading in readings]
+    return _timing(us, sets, runner.mode, method, len(groups[0]), floor_bytes, copy_bandwidth)
 
 
 def copy_bandwidth(device: torch.device | str, repeats: int = 20) -> float:
@@ -187,14 +248,18 @@ def matmul_rate(device: torch.device | str, repeats: int = 20) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
-    """One call: its time, its own output tensors, and copies made as the clock stopped."""
+class _Reading:
+    """Calls between two readings of the clock.
+
+    us: microseconds of one call, their mean. outputs: of each call, its own output tensors.
+    copies: of each call, copies of them made as the clock stopped.
+    second_us: the same time by another clock, on the CPU.
+    """
 
     us: float
-    outputs: Tensors
-    copies: Tensors
+    outputs: Sequence[Tensors]
+    copies: Sequence[Tensors]
     second_us: float = 0.0
-    """The same time by another clock, on the CPU."""
 
 
 _Mode = Literal["graph", "events", "host"]
@@ -202,48 +267,64 @@ _Operation = Callable[..., "torch.Tensor | Tensors"]
 
 
 class _Runner(Protocol):
-    """Calls the operation on one set of buffers and says how long that took."""
+    """Calls the operation on groups of buffers and says how long a call took."""
 
     @property
     def mode(self) -> _Mode: ...
 
-    def call(self, slot: int) -> _Call: ...
+    def read(self, group: int) -> _Reading: ...
 
-    def compare_clocks(self, calls: Sequence[_Call]) -> None:
-        """Raises ImplausibleTiming where another clock contradicts these calls."""
+    def witness(self, group: int) -> _Reading:
+        """The same calls, each output copied before the next call begins; the time is of no use."""
+        ...
+
+    def compare_clocks(self, readings: Sequence[_Reading]) -> None:
+        """Raises ImplausibleTiming where another clock contradicts these readings."""
         ...
 
 
 def _runner(
-    operation: _Operation, buffers: Sequence[Tensors], device: torch.device, capture: bool
+    operation: _Operation,
+    buffers: Sequence[Tensors],
+    groups: Sequence[Sequence[int]],
+    device: torch.device,
+    capture: bool,
 ) -> _Runner:
+    calls = [[buffers[slot] for slot in group] for group in groups]
     if device.type == "cpu":
-        return _Host(operation, buffers)
-    return _Graph(operation, buffers, device) if capture else _Events(operation, buffers, device)
+        return _Host(operation, calls)
+    return _Graph(operation, calls, device) if capture else _Events(operation, calls, device)
 
 
 class _Host:
-    """Times calls on the CPU, by two clocks."""
+    """Times calls on the CPU, by two clocks, which stand still between the calls of a group."""
 
     mode: _Mode = "host"
 
-    def __init__(self, operation: _Operation, buffers: Sequence[Tensors]) -> None:
-        self._operation, self._buffers = operation, buffers
+    def __init__(self, operation: _Operation, groups: Sequence[Sequence[Tensors]]) -> None:
+        self._operation, self._groups = operation, groups
 
-    def call(self, slot: int) -> _Call:
-        inputs = self._buffers[slot]
-        second_begin = _second_clock_ns()
-        begin = _clock_ns()
-        result = self._operation(*inputs)
-        end = _clock_ns()
-        second_end = _second_clock_ns()
-        outputs = _tensors(result, "cpu")
-        copies = tuple(output.clone() for output in outputs)
-        return _Call((end - begin) / 1e3, outputs, copies, (second_end - second_begin) / 1e3)
+    def read(self, group: int) -> _Reading:
+        first_ns = second_ns = 0
+        outputs, copies = [], []
+        for inputs in self._groups[group]:
+            second_begin = _second_clock_ns()
+            begin = _clock_ns()
+            result = self._operation(*inputs)
+            end = _clock_ns()
+            second_end = _second_clock_ns()
+            outputs.append(_tensors(result, "cpu"))
+            copies.append(_copies(outputs[-1]))
+            first_ns += end - begin
+            second_ns += second_end - second_begin
+        calls = len(outputs)
+        return _Reading(first_ns / 1e3 / calls, outputs, copies, second_ns / 1e3 / calls)
 
-    def compare_clocks(self, calls: Sequence[_Call]) -> None:
-        first = statistics.median(call.us for call in calls)
-        second = statistics.median(call.second_us for call in calls)
+    witness = read  # every output is copied before the next call here
+
+    def compare_clocks(self, readings: Sequence[_Reading]) -> None:
+        first = statistics.median(reading.us for reading in readings)
+        second = statistics.median(reading.second_us for reading in readings)
         if abs(first - second) > _CLOCKS_MAY_DIFFER * second + _HOST_JITTER_US:
             raise ImplausibleTiming(
                 f"two clocks disagree: one says {first:.1f} us a call, the other {second:.1f} us"
@@ -256,76 +337,109 @@ class _Events:
     mode: _Mode = "events"
 
     def __init__(
-        self, operation: _Operation, buffers: Sequence[Tensors], device: torch.device
+        self, operation: _Operation, groups: Sequence[Sequence[Tensors]], device: torch.device
     ) -> None:
-        self._operation, self._buffers, self._device = operation, buffers, device
+        self._operation, self._groups, self._device = operation, groups, device
 
-    def launch(self, slot: int) -> torch.Tensor | Tensors:
-        return self._operation(*self._buffers[slot])
+    def launch(self, group: int) -> Sequence[torch.Tensor | Tensors]:
+        return [self._operation(*inputs) for inputs in self._groups[group]]
 
-    def call(self, slot: int) -> _Call:
+    def read(self, group: int) -> _Reading:
         begin, end = _new_event(), _new_event()
         # The flush that is still running keeps the device busy while the host queues all of this,
         # so the host's own pace does not show between the events.
         begin.record()
-        result = self.launch(slot)
+        results = self.launch(group)
         end.record()
         # Queued before anything waits: what another stream has not finished by now is missed.
-        outputs = _tensors(result, "cuda")
-        copies = tuple(output.clone() for output in outputs)
+        outputs = [_tensors(result, "cuda") for result in results]
+        copies = [_copies(one) for one in outputs]
         _synchronize(self._device)
-        return _Call(_elapsed_ms(begin, end) * 1e3, outputs, copies)
+        return _Reading(_elapsed_ms(begin, end) * 1e3 / len(outputs), outputs, copies)
 
-    def compare_clocks(self, calls: Sequence[_Call]) -> None:
+    def witness(self, group: int) -> _Reading:
+        return self.read(group)  # the groups here are of one call
+
+    def compare_clocks(self, readings: Sequence[_Reading]) -> None:
         pass  # a call's launches cost the host time that is not the device's: nothing to compare
 
 
+@dataclasses.dataclass(frozen=True)
+class _Captured:
+    """A graph of the calls of one group; copies: made in the graph itself, each after its call."""
+
+    graph: torch.cuda.CUDAGraph
+    outputs: Sequence[Tensors]
+    copies: Sequence[Tensors]
+
+
 class _Graph(_Events):
-    """The same, around replays of one CUDA graph per set of buffers."""
+    """The same, around replays of one CUDA graph per group of buffers."""
 
     mode: _Mode = "graph"
 
     def __init__(
-        self, operation: _Operation, buffers: Sequence[Tensors], device: torch.device
+        self, operation: _Operation, groups: Sequence[Sequence[Tensors]], device: torch.device
     ) -> None:
-        super().__init__(operation, buffers, device)
+        super().__init__(operation, groups, device)
         # Compilation, autotuning and first allocations come before the capture, on a side stream.
         side = _new_stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            for inputs in buffers:
-                operation(*inputs)
+            for group in groups:
+                for inputs in group:
+                    _tensors(operation(*inputs), "cuda")
         torch.cuda.current_stream(device).wait_stream(side)
-        self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._outputs: list[torch.Tensor | Tensors] = []
-        for inputs in buffers:
-            graph = torch.cuda.CUDAGraph()
-            with warnings.catch_warnings():
-                # An operation that does nothing is told by its output, which stays poisoned.
-                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-                with torch.cuda.graph(graph):
-                    outputs = operation(*inputs)
-            self._graphs.append(graph)
-            self._outputs.append(outputs)
-            # Nothing has run yet: what is not written by a replay stays poisoned.
-            for output in _tensors(outputs, "cuda"):
-                _poison(output)
+        self._timed: list[_Captured] = []
+        self._witnesses: list[_Captured] = []
+        for group in groups:
+            # A single call has nothing to put off: what is timed bears witness itself.
+            kinds = _sample((False, True), 2) if len(group) > 1 else [False]
+            for copying in kinds:
+                captured = self._capture(group, copying)
+                (self._witnesses if copying else self._timed).append(captured)
 
-    def launch(self, slot: int) -> torch.Tensor | Tensors:
-        self._graphs[slot].replay()
-        return self._outputs[slot]
+    def _capture(self, group: Sequence[Tensors], copying: bool) -> _Captured:
+        graph = torch.cuda.CUDAGraph()
+        outputs, copies = [], []
+        with warnings.catch_warnings():
+            # An operation that does nothing is told by its output, which stays poisoned.
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            with torch.cuda.graph(graph):
+                for inputs in group:
+                    outputs.append(_tensors(self._operation(*inputs), "cuda"))
+                    if copying:
+                        copies.append(_copies(outputs[-1]))
+        # Nothing has run yet: what is not written by a replay stays poisoned.
+        for tensors in (*outputs, *copies):
+            for tensor in tensors:
+                _poison(tensor)
+        return _Captured(graph, outputs, copies)
 
-    def compare_clocks(self, calls: Sequence[_Call]) -> None:
+    def launch(self, group: int) -> Sequence[torch.Tensor | Tensors]:
+        self._timed[group].graph.replay()
+        return self._timed[group].outputs
+
+    def witness(self, group: int) -> _Reading:
+        if not self._witnesses:
+            return self.read(group)
+        captured = self._witnesses[group]
+        captured.graph.replay()
+        _synchronize(self._device)
+        return _Reading(0.0, captured.outputs, captured.copies)
+
+    def compare_clocks(self, readings: Sequence[_Reading]) -> None:
         """Replay back to back by the host's clock: caches are warm, so it may only be faster."""
-        median_us = statistics.median(call.us for call in calls)
-        count = max(16, len(self._graphs))
+        median_us = statistics.median(reading.us for reading in readings)
+        calls = len(readings[0].outputs)
+        count = max(16, len(self._timed))
         _synchronize(self._device)
         begin = _clock_ns()
         for number in range(count):
-            self._graphs[number % len(self._graphs)].replay()
+            self._timed[number % len(self._timed)].graph.replay()
         _synchronize(self._device)
-        wall_us = (_clock_ns() - begin) / 1e3 / count
-        if wall_us > (1 + _CLOCKS_MAY_DIFFER) * median_us + _LAUNCH_US:
+        wall_us = (_clock_ns() - begin) / 1e3 / count / calls
+        if wall_us > (1 + _CLOCKS_MAY_DIFFER) * median_us + _LAUNCH_US / calls + _CALL_US:
             raise ImplausibleTiming(
                 f"two clocks disagree: events say {median_us:.1f} us a call, "
                 f"the host's clock says {wall_us:.1f} us"
@@ -336,12 +450,7 @@ class _Flush:
     """Drives everything else out of the caches."""
 
     def __init__(self, device: torch.device) -> None:
-        if device.type == "cuda":
-            cache = torch.cuda.get_device_properties(device).L2_cache_size
-        else:
-            names = getattr(os, "sysconf_names", {})
-            cache = os.sysconf("SC_LEVEL3_CACHE_SIZE") if "SC_LEVEL3_CACHE_SIZE" in names else 0
-        size = max(_SMALLEST_FLUSH, 2 * cache)
+        size = max(_SMALLEST_FLUSH, 2 * _cache_bytes(device))
         self._written = torch.empty(size // 4, dtype=torch.float32, device=device)
         self._read = torch.ones_like(self._written)
 
@@ -351,6 +460,25 @@ class _Flush:
         # during the call that is timed, and at its expense. Reading 16 MiB on an H200 took 9.1 us
         # unflushed, 12.8 us after this, and 14.4 us after the write alone.
         self._read.sum()
+
+
+def _cache_bytes(device: torch.device) -> int:
+    """Size of the last cache before memory, 0 where the system does not tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    names = getattr(os, "sysconf_names", {})
+    return os.sysconf("SC_LEVEL3_CACHE_SIZE") if "SC_LEVEL3_CACHE_SIZE" in names else 0
+
+
+def _calls(inputs: Tensors, device: torch.device) -> int:
+    """How many calls a rotated reading takes.
+
+    The flush has driven the inputs of all of them out; their number keeps out of the caches what
+    the calls before one leave there, and spreads what the ends of a reading cost.
+    """
+    size = max(1, sum(tensor.numel() * tensor.element_size() for tensor in inputs))
+    wanted = _ROTATED_CACHES * _cache_bytes(device) // size + 1
+    return min(max(wanted, _FEWEST_CALLS), _MOST_CALLS)
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -397,6 +525,10 @@ def _tensors(result: object, device_type: str) -> Tensors:
     return outputs
 
 
+def _copies(outputs: Tensors) -> Tensors:
+    return tuple(output.clone() for output in outputs)
+
+
 def _poison(output: torch.Tensor) -> None:
     """Values that no right answer is made of."""
     if output.dtype is torch.bool:
@@ -431,6 +563,8 @@ def _timing(
     us: Sequence[float],
     sets: int,
     mode: _Mode,
+    method: Method,
+    calls: int,
     floor_bytes: int | None,
     ceiling: float | None,
 ) -> Timing:
@@ -451,6 +585,8 @@ def _timing(
         repeats=len(us),
         sets=sets,
         mode=mode,
+        method=method,
+        calls=calls,
         bytes_per_second=rate,
         ceiling_fraction=None if rate is None or ceiling is None else rate / ceiling,
     )

@@ -1,7 +1,7 @@
 """Phase 5: what the kernel costs, against what it must cost, and what tuning may not break."""
 
 from phases.gate import Gate, GateKind
-from phases.p5_tuning import checks, roofline, table
+from phases.p5_tuning import against_peers, checks, roofline, table
 from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
 
@@ -53,8 +53,11 @@ PHASE = Phase(
         Gate(
             "peers",
             "the same regimes against each installed peer, in the same run",
+            against_peers.against_peers,
             kind=GateKind.SPEED,
             requires=(Requirement.GPU,),
+            time_limit_s=3600.0,
+            data=_SOURCES,
         ),
     ),
     profile=ServiceProfile(arguments=("--attention-backend", "kdtree_mla")),

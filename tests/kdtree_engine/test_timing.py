@@ -11,6 +11,7 @@ import torch
 from kdtree_engine import timing
 from kdtree_engine.timing import (
     ImplausibleTiming,
+    Method,
     Tensors,
     WrongResult,
     copy_bandwidth,
@@ -31,6 +32,12 @@ DEVICES = [
 ]
 
 
+METHODS: list[Method] = ["cold", "rotated"]
+
+
+pytestmark = pytest.mark.usefixtures("small_cpu_cache")
+
+
 def draw(device: str, side: int = SIDE) -> Callable[[int], Tensors]:
     def make_inputs(seed: int) -> Tensors:
         generator = torch.Generator(device).manual_seed(seed)
@@ -48,23 +55,33 @@ def is_sum(inputs: Tensors, outputs: Tensors) -> str | None:
     return None if torch.equal(outputs[0], left + right) else "not the sum"
 
 
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_honest_operation_has_a_median_between_its_deciles(device: str) -> None:
-    found = time_operation(draw(device), add, device=device, check=is_sum, repeats=20)
+def test_an_honest_operation_has_a_median_between_its_deciles(device: str, method: Method) -> None:
+    found = time_operation(
+        draw(device), add, device=device, check=is_sum, method=method, repeats=20
+    )
     assert 0 < found.p10_us <= found.median_us <= found.p90_us
-    assert (found.repeats, found.sets) == (20, 3)
+    assert (found.method, found.repeats) == (method, 20)
+    if method == "cold":
+        assert (found.calls, found.sets) == (1, 3)
+    else:
+        assert found.calls == found.sets >= 4
     assert found.mode == ("host" if device == "cpu" else "graph")
     assert found.bytes_per_second is None
     assert found.ceiling_fraction is None
 
 
-def test_a_sleep_takes_as_long_as_it_sleeps() -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_a_sleep_takes_as_long_as_it_sleeps(method: Method) -> None:
     def slow(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         time.sleep(0.01)
         return left + right
 
-    found = time_operation(draw("cpu"), slow, device="cpu", check=is_sum, repeats=5, warmup=1)
-    assert found.median_us >= 10_000
+    found = time_operation(
+        draw("cpu"), slow, device="cpu", check=is_sum, method=method, repeats=5, warmup=1
+    )
+    assert 10_000 <= found.median_us < 30_000
 
 
 def test_every_call_is_checked_on_inputs_of_its_own() -> None:
@@ -76,6 +93,51 @@ def test_every_call_is_checked_on_inputs_of_its_own() -> None:
 
     time_operation(draw("cpu"), add, device="cpu", check=remember, repeats=10, warmup=2, sets=2)
     assert len(seen) == len(set(seen)) == 12
+
+
+def test_rotated_calls_have_inputs_of_their_own_and_the_ends_are_checked_whole() -> None:
+    """8 calls a replay: witness, first and last are checked whole, 4 calls of the others."""
+    called, seen = [], []
+
+    def remembered(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        called.append((left.data_ptr(), left[0, 0].item()))
+        return left + right
+
+    def remember(inputs: Tensors, outputs: Tensors) -> str | None:
+        seen.append(inputs[0][0, 0].item())
+        return is_sum(inputs, outputs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "_FEWEST_CALLS", 8)
+        found = time_operation(
+            draw("cpu"),
+            remembered,
+            device="cpu",
+            check=remember,
+            method="rotated",
+            repeats=5,
+            warmup=2,
+        )
+    assert found.calls == 8
+    assert len(called) == 8 * (1 + 2 + 5)
+    assert len({value for _, value in called}) == len(called)
+    assert len({address for address, _ in called}) == 8
+    assert len(seen) == len(set(seen)) == 8 * 3 + 4 * 5
+    assert set(seen) <= {value for _, value in called}
+
+
+@pytest.mark.parametrize(
+    ("side", "cache", "calls"),
+    [(64, 0, 4), (64, 1 << 30, 24), (64, 100 * 1024, 10), (1024, 1 << 20, 4)],
+)
+def test_rotated_inputs_exceed_the_cache_three_times_where_calls_allow(
+    monkeypatch: pytest.MonkeyPatch, side: int, cache: int, calls: int
+) -> None:
+    monkeypatch.setattr(timing, "_cache_bytes", lambda device: cache)
+    inputs = draw("cpu", side)(0)
+    assert timing._calls(inputs, torch.device("cpu")) == calls
+    size = 2 * 4 * side * side
+    assert calls == 24 or calls * size > 3 * cache
 
 
 def test_operations_may_write_into_a_buffer_that_they_are_given() -> None:
@@ -127,20 +189,29 @@ def test_the_ceiling_is_measured_where_none_is_given(monkeypatch: pytest.MonkeyP
     assert found.ceiling_fraction == pytest.approx(found.bytes_per_second / 8e12)
 
 
-def test_faster_than_memory_is_refused() -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_faster_than_memory_is_refused(method: Method) -> None:
     """No machine moves a petabyte in the time of a small addition."""
     with pytest.raises(ImplausibleTiming, match=r"GB/s, and this device copies at 100\.0 GB/s"):
         time_operation(
-            draw("cpu"), add, device="cpu", check=is_sum, floor_bytes=10**15, copy_bandwidth=1e11
+            draw("cpu"),
+            add,
+            device="cpu",
+            check=is_sum,
+            method=method,
+            floor_bytes=10**15,
+            copy_bandwidth=1e11,
         )
 
 
-def test_a_wrong_output_is_refused_in_the_words_of_the_check() -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_a_wrong_output_is_refused_in_the_words_of_the_check(method: Method) -> None:
     with pytest.raises(WrongResult, match="wrong when the clock stopped: not the sum"):
-        time_operation(draw("cpu"), torch.sub, device="cpu", check=is_sum)
+        time_operation(draw("cpu"), torch.sub, device="cpu", check=is_sum, method=method)
 
 
-def test_clocks_that_disagree_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_clocks_that_disagree_are_refused(monkeypatch: pytest.MonkeyPatch, method: Method) -> None:
     def slow(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         time.sleep(0.005)
         return left + right
@@ -148,7 +219,9 @@ def test_clocks_that_disagree_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     true_clock = time.perf_counter_ns
     monkeypatch.setattr(timing, "_clock_ns", lambda: true_clock() // 10)
     with pytest.raises(ImplausibleTiming, match="two clocks disagree"):
-        time_operation(draw("cpu"), slow, device="cpu", check=is_sum, repeats=5, warmup=1)
+        time_operation(
+            draw("cpu"), slow, device="cpu", check=is_sum, method=method, repeats=5, warmup=1
+        )
 
 
 def test_inputs_must_keep_their_shape_and_stand_on_the_device() -> None:
@@ -166,11 +239,20 @@ def draw_on_meta(seed: int) -> Tensors:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"repeats": 2}, {"warmup": 0}, {"sets": 1}, {"floor_bytes": 0}, {"device": "meta"}]
+    "wrong",
+    [
+        {"repeats": 2},
+        {"warmup": 0},
+        {"sets": 1},
+        {"floor_bytes": 0},
+        {"device": "meta"},
+        {"method": "lukewarm"},
+        {"method": "rotated", "device": "cuda", "capture": False},
+    ],
 )
 def test_arguments_that_make_no_measurement(wrong: dict[str, object]) -> None:
     arguments: dict[str, object] = {"device": "cpu", "check": is_sum} | wrong
-    with pytest.raises(ValueError, match=r"takes at least|must be positive|not on meta"):
+    with pytest.raises(ValueError, match=r"takes at least|must be|not on meta"):
         time_operation(draw("cpu"), add, **arguments)  # type: ignore[arg-type]
 
 
@@ -204,6 +286,23 @@ class TestGpu:
         )
         assert (graph.mode, events.mode) == ("graph", "events")
         assert events.median_us == pytest.approx(graph.median_us, rel=0.3)
+
+    def test_a_row_of_large_additions_takes_what_one_takes_cold(self) -> None:
+        """Where the time is all memory's, the methods agree: rotated data are as cold."""
+        cold, rotated = (
+            time_operation(draw("cuda", self.side), add, device="cuda", check=is_sum, method=method)
+            for method in METHODS
+        )
+        assert rotated.mode == "graph"
+        assert rotated.median_us == pytest.approx(cold.median_us, rel=0.15)
+
+    def test_a_row_of_small_additions_takes_less_than_one_cold(self) -> None:
+        cold, rotated = (
+            time_operation(draw("cuda"), add, device="cuda", check=is_sum, method=method)
+            for method in METHODS
+        )
+        assert rotated.calls == 24
+        assert rotated.median_us < cold.median_us
 
     def test_the_cache_is_flushed_before_each_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """4 MiB that were just written stay in the L2 cache; flushed, they come from memory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import pathlib
 import types
@@ -19,11 +20,9 @@ from kdtree_engine.errors import ConfigError, MissingError
 from kdtree_engine.machine import Machine
 from phases import bench as bench_module
 from phases.bench import (
-    PEERS,
     REGIMES,
     Bench,
     Measurement,
-    Peer,
     Tile,
     bench_kernel,
     bench_this_machine,
@@ -33,8 +32,10 @@ from phases.bench import (
 )
 from phases.bench_table import COLUMNS, bench_rows, ceilings
 from phases.checkout import Checkout
+from phases.peers import PEERS, Peer
 from phases.regimes import Regime
 
+pytestmark = pytest.mark.usefixtures("small_cpu_cache")
 CPU = torch.device("cpu")
 SMALL = Regime(1, 8, 3, 100)
 OTHER = Regime(2, 8, 2, 40)
@@ -82,6 +83,10 @@ def test_a_right_kernel_has_times_and_shares_of_what_the_machine_reached() -> No
     (entry,) = bench.kernels
     assert (entry.status, entry.implementation, entry.tile) == ("right", LIBRARY.name, None)
     assert entry.median_us is not None
+    assert entry.cold_us is not None
+    assert entry.calls is not None
+    assert entry.calls >= 4
+    assert entry.mask == "tree"
     assert entry.of_copy == pytest.approx(SMALL.floor_bytes / entry.median_us / 1e6)
     assert entry.of_product == pytest.approx(SMALL.flops / entry.median_us / 1e6)
     assert entry.must_us is None, "not one of the twelve"
@@ -167,52 +172,69 @@ def test_a_tile_that_cannot_be_had_is_failed_and_the_rest_goes_on() -> None:
     assert second.status == "right"
 
 
-def chain_peer(regime: Regime, factor: float = 1.0) -> Any:
-    def operation(q: torch.Tensor, pool: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        *_, slots = rest
-        assert slots.shape == (regime.kv_tokens,)
-        out = tree_verify_attention(q, pool, *rest[:4], sm_scale=regime.sm_scale)
+def installed() -> None:
+    """Of a peer that is there, and needs nothing of what was imported."""
+
+
+def absent() -> None:
+    import no_such_module.at_all  # noqa: F401
+
+
+def chain(loaded: None, regime: Regime, factor: float = 1.0) -> Any:
+    def operation(*tensors: torch.Tensor) -> torch.Tensor:
+        out = tree_verify_attention(*tensors[:6], sm_scale=regime.sm_scale)
         assert isinstance(out, torch.Tensor)
         return out * factor
 
     return operation
 
 
+def tree(loaded: None, regime: Regime) -> Any:
+    def operation(*tensors: torch.Tensor) -> torch.Tensor:
+        out = tree_verify_attention(*tensors[:8], sm_scale=regime.sm_scale)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    return operation
+
+
+def refusing(loaded: None, regime: Regime) -> Any:
+    raise NotImplementedError(f"{regime} is\nnot for me")
+
+
 def test_peers_are_run_where_they_are_and_never_invented() -> None:
+    regime = Regime(2, 8, 9, 40)  # of trees that are no chains
     peers = (
-        Peer("here", "json", chain_peer),
-        Peer("wrong", "json", lambda regime: chain_peer(regime, 1.5)),
-        Peer("idle", "json"),
-        Peer("absent", "no_such_module.at_all", chain_peer),
+        Peer("here", installed, chain),
+        Peer("a tree's", installed, tree, tree=True),
+        Peer("wrong", installed, functools.partial(chain, factor=1.5)),
+        Peer("a chain's for a tree", installed, chain, tree=True),
+        Peer("refuses", installed, refusing),
+        Peer("absent", absent, chain),
     )
-    bench = run(peers=peers, regimes=[OTHER])
+    bench = run(peers=peers, regimes=[regime])
     assert {entry.implementation: entry.status for entry in bench.peers} == {
         "here": "right",
+        "a tree's": "right",
         "wrong": "wrong",
-        "idle": "unwritten",
+        "a chain's for a tree": "wrong",
+        "refuses": "failed",
         "absent": "not installed",
     }
-    (kernel,), (here, *others) = bench.kernels, bench.peers
+    (kernel,), (here, with_tree, *others) = bench.kernels, bench.peers
     assert here.median_us is not None
+    assert here.cold_us is not None
     assert kernel.median_us is not None
     assert bench.ratio(here, kernel) == here.median_us / kernel.median_us
+    assert [here.mask, with_tree.mask] == ["chain", "tree"]
     assert all(entry.median_us is None for entry in others)
     table = {row[0]: row for row in bench_rows(bench)}
     assert table["here"][-1] == f"{here.median_us / kernel.median_us:.2f}x"
+    assert [table[name][1] for name in ("here", "a tree's")] == ["chain", "tree"]
     assert table["wrong"][3] == "wrong"
-    assert table["idle"][3] == "unwritten"
+    assert table["refuses"][3] == f"failed: NotImplementedError: {regime} is not for me"
     assert table["absent"][3] == "not installed"
     assert all(len(row) == len(COLUMNS) for row in table.values())
-
-
-def test_the_registry_names_the_peers_of_the_plan() -> None:
-    assert [peer.name for peer in PEERS] == [
-        "sglang-extend",
-        "sglang-verify-mla",
-        "flashinfer-fa2",
-        "flashinfer-fa3",
-        "flashmla",
-    ]
 
 
 def test_the_result_file_says_on_what_and_with_what(
@@ -234,6 +256,8 @@ def test_the_result_file_says_on_what_and_with_what(
     assert entry["tile"] == {"rows": 72, "tokens": 64}
     assert entry["regime"] == {"batch": 1, "heads": 8, "nodes": 3, "prefix": 100}
     assert entry["median_us"] > 0
+    assert entry["cold_us"] > 0
+    assert document["methods"].keys() == {"rotated", "cold", "both"}
 
 
 def test_the_file_lies_below_the_state_folder(root: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -265,12 +289,12 @@ def test_without_a_gpu_the_command_says_what_is_missing(monkeypatch: pytest.Monk
 def test_a_regime_of_the_plan_shows_what_it_must_reach() -> None:
     regime = REGIMES[1]
     entry = Measurement(
-        "lib.so", regime, "right", median_us=24.5, of_copy=0.18, of_product=0.13,
+        "lib.so", regime, "right", median_us=24.5, cold_us=51.25, of_copy=0.18, of_product=0.13,
         must_us=28, aim_us=16,
     )  # fmt: skip
     bench = Bench("cuda", 4.28e12, 790e12, 1, 50, kernels=[entry])
     assert bench_rows(bench) == [
-        ("lib.so", "automatic", str(regime), "24.5", "0.18", "0.13", "28", "16", "")
+        ("lib.so", "automatic", str(regime), "24.5", "51.2", "0.18", "0.13", "28", "16", "")
     ]
     assert ceilings(bench) == "copy 4.28 TB/s, matrix product 790 TFLOP/s"
     assert len(REGIMES) == 12

@@ -104,6 +104,10 @@ def test_importing_the_whole_package_stands_for_all_of_it(house: pathlib.Path) -
     assert "attention.py" in {p.name for p in imported_files(house, "phases.p0_x.gates")}
 
 
+OTHER_PROJECTS = re.compile(r'import_module\("(?!phases|kdtree_engine|remote|tasks)[\w.]+"\)')
+"""A name that stands there, of a package that is no file of this repository: nothing to hash."""
+
+
 def test_nothing_behind_a_gate_is_imported_by_a_name_made_up_at_run_time(
     root: pathlib.Path,
 ) -> None:
@@ -113,7 +117,7 @@ def test_nothing_behind_a_gate_is_imported_by_a_name_made_up_at_run_time(
             if gate.check is None:
                 continue
             for path in imported_files(root, gate.check.__module__):
-                text = path.read_text()
+                text = OTHER_PROJECTS.sub("", path.read_text())
                 assert path == lazy or not re.search(r"import_module\(|__import__\(", text), path
 
 

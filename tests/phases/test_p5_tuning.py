@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,11 +13,16 @@ import torch
 
 from kdtree_engine.attention import tree_verify_attention
 from kdtree_engine.build import BuildReport
+from kdtree_engine.errors import MissingError
+from kdtree_engine.reference.masks import MaskLayout, pack_masks, tree_mask
 from kdtree_engine.resources import KernelResources
+from phases.attention_cases import Shape, random_parents
 from phases.gate import Context, FailureKind, GateFailure, GateKind
-from phases.p5_tuning import PHASE, checks
-from phases.regimes import Regime
+from phases.p5_tuning import PHASE, against_peers, checks
+from phases.peers import Peer
+from phases.regimes import Regime, draw, first_seed, replays_for
 
+pytestmark = pytest.mark.usefixtures("small_cpu_cache")
 CPU = torch.device("cpu")
 SMALL = Regime(1, 8, 3, 200)
 
@@ -32,7 +39,7 @@ def test_the_gates_that_the_plan_names() -> None:
         "sm120-resources": (GateKind.CORRECTNESS, False),
         "roofline-model": (GateKind.CORRECTNESS, False),
         "kernel-regimes": (GateKind.SPEED, False),
-        "peers": (GateKind.SPEED, True),
+        "peers": (GateKind.SPEED, False),
     }
 
 
@@ -98,6 +105,7 @@ def test_a_regime_that_comes_late_is_too_slow_and_keeps_its_figures(ctx: Context
     assert caught.value.kind is FailureKind.TOO_SLOW
     named = {figure.name: figure for figure in caught.value.figures}
     assert named["B=1 H=8 T=3 L=200"].value > 0.5
+    assert named["B=1 H=8 T=3 L=200, cold"].value > 0.5
     assert named["aims reached"].value == 0
 
 
@@ -120,3 +128,141 @@ def test_the_sums_of_a_regime() -> None:
     assert regime.flops == 2176 * 72 * (16_384 + 9) * 4
     assert len(checks.TARGETS) == 12
     assert all(target.aim_us < target.must_us for target in checks.TARGETS)
+
+
+def test_the_mask_of_a_draw_is_sglangs_full_layout_of_drawn_trees() -> None:
+    regime = Regime(batch=2, heads=1, nodes=9, prefix=30)
+    generator = torch.Generator().manual_seed(5)
+    trees = [random_parents(9, Shape.MIXED, generator) for _ in range(2)]
+    masks = [tree_mask(torch.tensor(tree)) for tree in trees]
+    expected, starts = pack_masks(masks, [30, 30], MaskLayout.FULL)
+    for _ in range(2):  # the second from what was kept of the first
+        found = draw(regime, 5, device=CPU, scattered=True)
+        assert torch.equal(found[6], expected)
+        assert torch.equal(found[7], starts)
+        found[6].zero_()
+    assert not torch.equal(draw(regime, 6, device=CPU, scattered=True)[6], expected)
+
+
+def test_the_methods_share_no_seed() -> None:
+    most = 24 * (replays_for(200) + 5 + 2)  # what `time_operation` says that it uses
+    cold, rotated = (first_seed(1, method) for method in ("cold", "rotated"))
+    assert cold + most < rotated
+    assert rotated + most < first_seed(2, "cold")
+    assert [replays_for(repeats) for repeats in (50, 3)] == [25, 3]
+
+
+CHAINS = Regime(1, 8, 2, 60)
+"""Two nodes are a chain, whatever is drawn: the operation itself may stand for any peer."""
+
+
+def absent() -> None:
+    import no_such_module  # noqa: F401
+
+
+def peer(
+    name: str, delay_s: float = 0.0, factor: float = 1.0, load: Callable[[], None] = lambda: None
+) -> Peer:
+    """The operation under a peer's name, at a price."""
+
+    def make(loaded: None, regime: Regime) -> Any:
+        if regime.nodes > 2:
+            raise NotImplementedError(f"no trees: {regime}")
+
+        def operation(*tensors: torch.Tensor) -> torch.Tensor:
+            time.sleep(delay_s)
+            out = tree_verify_attention(*tensors[:6], sm_scale=regime.sm_scale)
+            assert isinstance(out, torch.Tensor)
+            return out * factor
+
+        return operation
+
+    return Peer(name, load, make)
+
+
+SLOW = 0.05
+
+
+def against(ctx: Context, *peers: Peer, **options: Any) -> dict[str, float]:
+    options = {"device": CPU, "regimes": [CHAINS], "replays": 3} | options
+    figures = against_peers.against_peers(ctx, peers=peers, **options)
+    return {figure.name: figure.value for figure in figures}
+
+
+def test_a_slower_bar_is_passed_and_the_others_are_recorded_without_a_threshold(
+    ctx: Context,
+) -> None:
+    found = against(
+        ctx,
+        peer("flashinfer-fa2", SLOW),
+        peer("faster"),
+        peer("wrong", SLOW, factor=1.5),
+        peer("absent", load=absent),
+        candidate=delayed(SLOW / 10),
+        regimes=[CHAINS, SMALL],
+    )
+    assert found["least speed-up over flashinfer-fa2"] > 2
+    assert found["regimes that flashinfer-fa2 does"] == 1
+    assert found[f"{CHAINS}, over faster, chain"] < 1
+    assert found[f"{SMALL}"] > SLOW / 10 * 1e6
+    assert not any("wrong" in name or "absent" in name for name in found)
+    assert not any(name.startswith(f"{SMALL}, over") for name in found)
+
+
+def delayed(delay_s: float) -> Any:
+    def candidate(*tensors: Any, **options: Any) -> Any:
+        time.sleep(delay_s)
+        return tree_verify_attention(*tensors, **options)
+
+    return candidate
+
+
+def test_a_faster_bar_fails_the_gate_and_the_figures_are_kept(ctx: Context) -> None:
+    with pytest.raises(
+        GateFailure, match=r"not faster than flashinfer-fa2 at B=1 H=8 T=2 L=60: 0\.\d\dx"
+    ) as caught:
+        against(ctx, peer("flashinfer-fa2"), candidate=delayed(SLOW))
+    assert caught.value.kind is FailureKind.TOO_SLOW
+    assert caught.value.figures[0].value < 1
+
+
+def test_a_wrong_kernel_is_not_compared(ctx: Context) -> None:
+    def wrong(*tensors: Any, **options: Any) -> Any:
+        return 1.1 * tree_verify_attention(*tensors, **options)  # type: ignore[operator]
+
+    with pytest.raises(GateFailure, match="relative error") as caught:
+        against(ctx, peer("flashinfer-fa2", SLOW), candidate=wrong)
+    assert caught.value.kind is FailureKind.NUMERICAL
+
+
+@pytest.mark.parametrize(
+    ("peers", "text"),
+    [
+        ([peer("flashinfer-fa2", load=absent)], "no peer is installed"),
+        ([], "no peer is installed"),
+        (
+            [peer("flashinfer-fa2", load=absent), peer("flashmla")],
+            "flashinfer-fa2, the peer to beat, cannot be run: no module no_such_module",
+        ),
+    ],
+)
+def test_without_the_peer_to_beat_the_gate_is_blocked(
+    ctx: Context, peers: list[Peer], text: str
+) -> None:
+    with pytest.raises(MissingError, match=text):
+        against(ctx, *peers)
+
+
+@pytest.mark.parametrize(
+    ("bar", "text"),
+    [
+        (peer("flashinfer-fa2", factor=1.5), "WrongResult: .*relative error"),
+        (
+            dataclasses.replace(peer("flashinfer-fa2"), make=lambda loaded, regime: 1 / 0),
+            "ZeroDivision",
+        ),
+    ],
+)
+def test_a_bar_that_is_right_nowhere_shows_nothing(ctx: Context, bar: Peer, text: str) -> None:
+    with pytest.raises(ValueError, match=f"was right in no regime, .*{text}"):
+        against(ctx, bar)
