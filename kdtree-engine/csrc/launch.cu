@@ -98,7 +98,7 @@ const TileKernel* named_tile(const DeviceInfo& device, const Tuning& t) {
   return find_tile(t.row_tile, t.block_tokens ? t.block_tokens : usual_block(device), device.smem_optin);
 }
 
-// One of the wgmma tiles, which only a tuning that asks for them gets.
+// One of the wgmma tiles, for calls that ask for them without naming one.
 const TileKernel* choose_wgmma_tile(const DeviceInfo& device, int rows, bool deterministic) {
   if (!deterministic)
     for (int size : {16, 24, 40})

@@ -33,8 +33,11 @@ class GridBarrier {
   __device__ __forceinline__ void arrive() {
     __syncthreads();
     if (threadIdx.x == 0) {
+      // Bit 31 cannot turn before this block has arrived, so it may be read first.
+      asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(before_) : "l"(arrivals_) : "memory");
       __threadfence();
-      before_ = atomicAdd(arrivals_, blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1u);
+      asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(arrivals_),
+                   "r"(blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1u) : "memory");
     }
   }
   __device__ __forceinline__ void wait() {

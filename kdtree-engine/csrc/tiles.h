@@ -3,7 +3,7 @@
 //   short: stages of 16 tokens and at most 101,376 bytes of shared memory, so that sm_89 and sm_120
 //          can pick any of them. Compiled for every architecture.
 //   tall:  stages of 32 tokens, for sm_90's 227 KB a block. Compiled for sm_90 only.
-//   wg:    tiles of 64 tokens, on warpgroup products: sm_90a only, and picked only when asked for.
+//   wg:    tiles of 64 tokens, on warpgroup products: sm_90a only.
 #pragma once
 
 #include "tree_verify.cuh"

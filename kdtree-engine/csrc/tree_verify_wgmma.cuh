@@ -1,6 +1,5 @@
 // The tree-verify kernel for Hopper (sm_90a): the same pieces, masks and results as tree_verify.cuh,
-// with warpgroup products (wgmma) and a warpgroup a role. It is launched only when it is asked for
-// (launch.cu), as together with its merge it has not run on a GPU yet; ../trials holds its successors.
+// with warpgroup products (wgmma), a warpgroup a role, and the merge in the same launch.
 //
 //   nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -Xptxas -v -c tree_verify_wgmma_bf16.cu
 //
@@ -167,6 +166,20 @@ class PieceQueue {
 // Blocks of a tile in ring order: the rope columns, then the latent ones.
 __device__ __forceinline__ int column_block(int ring_block) { return ring_block == 0 ? 8 : ring_block - 1; }
 
+template <class C>
+__device__ __forceinline__ void init_barriers(uint32_t smem) {
+  const int which = threadIdx.x;  // of the copy role
+  if (which < C::kBarrierCount) {
+    int arrivals = which < C::kEmpty ? 128 : 4;  // kFull: the copying threads; kEmpty, kQEmpty: a warpgroup's warps
+    if (which == C::kPFull || which == C::kStatsFull) arrivals = 128;  // the threads of the scores role
+    if (which == C::kPEmpty || which == C::kStatsEmpty) arrivals = 8;  // the warps of the values roles
+    // kPieceFull: the thread that publishes; kPieceEmpty: the block's warps; kQFull: the thread that copies Q
+    if (which >= C::kPieceFull) arrivals = which < C::kPieceEmpty || which >= C::kQFull ? 1 : 16;
+    barrier_init(barrier<C>(smem, which), arrivals);
+    barrier_init_done();
+  }
+}
+
 // ---- copy ---------------------------------------------------------------------------------------
 template <class C>
 __device__ __forceinline__ void copy_role(const TreeVerifyParams& p, char* smem_ptr, uint32_t smem) {
@@ -324,6 +337,7 @@ __device__ __forceinline__ void scores_role(const TreeVerifyParams& p, char* sme
     if (number != 1 && !(turn & kTold)) {
       Piece following;
       const bool exists = schedule.next(following);
+      if (number == 0) __syncthreads();  // from here on the barriers are used
       queue.publish(following, exists, number > 0);
       if (!exists) turn |= kTold;
     }
@@ -622,25 +636,11 @@ __global__ void __launch_bounds__(kWgThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char smem_ptr[];
   const uint32_t smem = smem_addr(smem_ptr);
-  const int which = threadIdx.x;
-  // What the schedule reads first, from memory that nobody has touched of late.
-  if (which == 128) prefetch(p.qo_indptr.data);
-  if (which == 129) prefetch(p.kv_indptr.data);
-  if (which == 130) prefetch(p.mask_indptr.data);
-  if (which < C::kBarrierCount) {
-    int arrivals = which < C::kEmpty ? 128 : 4;  // kFull: the copying threads; kEmpty, kQEmpty: a warpgroup's warps
-    if (which == C::kPFull || which == C::kStatsFull) arrivals = 128;  // the threads of the scores role
-    if (which == C::kPEmpty || which == C::kStatsEmpty) arrivals = 8;  // the warps of the values roles
-    // kPieceFull: the thread that publishes; kPieceEmpty: the block's warps; kQFull: the thread that copies Q
-    if (which >= C::kPieceFull) arrivals = which < C::kPieceEmpty || which >= C::kQFull ? 1 : 16;
-    barrier_init(barrier<C>(smem, which), arrivals);
-    barrier_init_done();
-  }
-  __syncthreads();
   const int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
-  // Registers: 40 + 120 + 2 x 176 of the 512 a thread of each role would share; for the merge, 128 each.
   if (role == 0) {
     registers_release<40>();
+    init_barriers<C>(smem);
+    __syncthreads();
     copy_role<C>(p, smem_ptr, smem);
     registers_take<128>();
   } else if (role == 1) {
@@ -649,6 +649,7 @@ __global__ void __launch_bounds__(kWgThreads, 1)
     registers_take<128>();
   } else {
     registers_take<176>();
+    __syncthreads();  // of the scores role: once it knows the first piece
     values_role<C>(p, q_map, smem_ptr, smem, role - 2);
     registers_release<128>();
   }

@@ -111,9 +111,6 @@ __device__ __forceinline__ void tensor_copy(uint32_t dst, const void* map, int c
           dst),
       "l"(map), "r"(column), "r"(row), "r"(bar) : "memory");
 }
-__device__ __forceinline__ void prefetch(const void* from) {
-  if (from != nullptr) asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
-}
 // A read-only load that stays where it is written among other volatile instructions.
 __device__ __forceinline__ int load_now(const int* from) {
   int value;

@@ -10,9 +10,10 @@ a captured graph freezes: packed rows, batch, deterministic mode or not.
 
 On compute capability 9.0 there are two sets of kernels, on mma.sync and on wgmma. The table says
 which is taken; KDTREE_WGMMA=1 asks for wgmma and KDTREE_WGMMA=0 for mma.sync, as it is set when the
-library is loaded. The wgmma kernels have not been run on a GPU as they stand. Where they are asked
-for and cannot be had (another capability, a library without sm_90a code), a call raises
-RuntimeError that says so.
+library is loaded. Where wgmma is asked for and cannot be had (another capability, a library without
+sm_90a code), a call raises RuntimeError that says so. The wgmma kernels are launched cooperatively,
+as their blocks wait for each other before they merge: such a launch waits until the whole grid, a
+block a processor, fits the GPU at once.
 
 It is registered through `torch.library.Library` and not `torch.library.custom_op`, as the latter
 adds about 100 us of Python to every call (the former about 5 us).

@@ -6,7 +6,7 @@ replayed with other lengths, so the key is what a graph freezes: the architectur
 architecture, whatever the rows and the batch: tiles differ in the order of their sums, and a
 request must have the same bits in any batch. A GPU without a file gets the library's own choice.
 
-    {"version": 1, "architecture": "sm_90", "body": "mma",
+    {"version": 1, "architecture": "sm_90", "body": "wgmma",
      "bodies": {"mma": {"deterministic": CONFIGURATION, "entries": [ENTRY, ...]}, "wgmma": ...}}
 
 body: the set of kernels that is taken unless KDTREE_WGMMA says otherwise. Entries are sorted by
