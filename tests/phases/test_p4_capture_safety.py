@@ -104,3 +104,29 @@ def test_a_smaller_batch_leaves_the_earlier_one_behind_it() -> None:
     rows = sum(case.trees)
     assert static.qo_indptr[len(case.trees) :].eq(rows).all()
     assert static.qo_indptr.dtype is torch.int32
+
+
+@pytest.mark.parametrize(
+    ("launched", "documented"),
+    [
+        (["void kdtree::tree_verify_wgmma_kernel<kdtree::WgTile<__half, 72, 17> >(int)"], True),
+        (
+            [
+                "void kdtree::tree_verify_kernel<kdtree::Tile<__half, 24, 16, 3, 1> >(int)",
+                "void kdtree::(anonymous namespace)::merge_kernel<__half>(int)",
+            ],
+            True,
+        ),
+        (["void kdtree::tree_verify_kernel<kdtree::Tile<__half, 24, 16, 3, 1> >(int)"], False),
+        (
+            [
+                "void at::native::vectorized_elementwise_kernel<4>(int)",
+                "void kdtree::tree_verify_wgmma_kernel<kdtree::WgTile<__half, 72, 17> >(int)",
+            ],
+            False,
+        ),
+        ([], False),
+    ],
+)
+def test_what_a_call_launches_is_what_is_documented(launched: list[str], documented: bool) -> None:
+    assert checks._documented(launched) is documented
