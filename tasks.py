@@ -442,6 +442,12 @@ def bench_group() -> None:
     show_default=True,
     help="Cold calls; half as many rotated replays.",
 )
+@click.option(
+    "--peers/--no-peers",
+    default=True,
+    show_default=True,
+    help="Also time the kernels of other projects that are installed, each checked first.",
+)
 @_json_option
 @click.pass_context
 def bench_kernel(
@@ -450,6 +456,7 @@ def bench_kernel(
     tiles: tuple[str, ...],
     libraries: tuple[pathlib.Path, ...],
     repeats: int,
+    peers: bool,
     as_json: bool,
 ) -> None:
     """Time the kernel on this machine's GPU, against the card's ceilings and installed peers."""
@@ -471,6 +478,7 @@ def bench_kernel(
         machine=machine,
         command=["kd", *sys.argv[1:]],
         progress=_say_timed,
+        peers=work.PEERS if peers else (),
     )
     if as_json:
         click.echo(file.read_text(encoding="utf-8"), nl=False)
