@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import pathlib
+import signal
+from collections.abc import Iterator
 
 import pytest
 
 from kdtree_engine import timing
 from phases.checkout import Checkout
 from phases.evidence import Store
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals_are_heard() -> Iterator[None]:
+    """In a background job of a shell SIGINT and SIGHUP are ignored, and children inherit that."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    if before[signal.SIGINT] is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if before[signal.SIGHUP] is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

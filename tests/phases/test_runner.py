@@ -254,7 +254,7 @@ def test_a_second_run_at_the_same_time_is_refused(start, checkout: Checkout) -> 
 
 
 RUN_THAT_HANGS = """
-import pathlib, signal, sys
+import pathlib, sys
 import sample_gates
 from phases.checkout import Checkout
 from phases.evidence import Store
@@ -262,9 +262,6 @@ from phases.gate import Gate
 from phases.runner import run, select
 
 if __name__ == "__main__":
-    # A job in the background of a shell inherits signals that are ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     root, state = map(pathlib.Path, sys.argv[1:3])
     checkout = Checkout(root, state)
     gates = [Gate(name, "", getattr(sample_gates, name)) for name in ("passes", "hangs", "prints")]
