@@ -30,12 +30,13 @@ _HARMLESS = ("Failed to get yes/no token IDs",)
 _KEEPER = """
 import os, signal, subprocess, sys, threading
 def watch():
-    sys.stdin.buffer.read()
+    while os.read(0, 1):
+        pass
     os.killpg(0, signal.SIGKILL)
 threading.Thread(target=watch, daemon=True).start()
 code = subprocess.call(sys.argv[1:], stdin=subprocess.DEVNULL)
 print(f"the server ended with exit code {code}", flush=True)
-sys.exit(1)
+os.killpg(0, signal.SIGKILL)
 """
 
 

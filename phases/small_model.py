@@ -78,12 +78,22 @@ def write_small_model(
         "qk_rope_head_dim": _ROPE,
         "v_head_dim": _VALUE,
         "first_k_dense_replace": layers,
-        "n_routed_experts": None,
+        "n_routed_experts": 8,  # of the layers after the dense ones: none
         "moe_layer_freq": 1,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 4096,
         "rope_theta": 10000,
+        # Without scaling, SGLang's CPU path has no rotary embedding for this kind of model.
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 1024,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
         "attention_bias": False,
         "tie_word_embeddings": False,
         "bos_token_id": 0,
