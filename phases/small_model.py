@@ -14,7 +14,7 @@ import torch
 
 __all__ = ["write_small_model"]
 
-_HEADS, _NOPE, _ROPE, _LATENT, _VALUE = 4, 128, 64, 512, 128
+_HEADS, _NOPE, _ROPE, _VALUE = 4, 128, 64, 128
 
 
 def write_small_model(
@@ -24,9 +24,10 @@ def write_small_model(
     vocabulary: int = 64,
     hidden: int = 128,
     layers: int = 2,
+    latent: int = 512,
     dtype: torch.dtype = torch.float32,
 ) -> pathlib.Path:
-    """Write a DeepSeek-V2-shaped model (latent 512, rope 64, 4 heads) and return its folder.
+    """Write a DeepSeek-V2-shaped model (rope 64, 4 heads) and return its folder.
 
     Attention weights are drawn wide, so that what a token sees decides what comes next: then a
     wrong mask shows within a few tokens.
@@ -47,9 +48,9 @@ def write_small_model(
         norm(f"{place}.input_layernorm", hidden)
         norm(f"{place}.post_attention_layernorm", hidden)
         matrix(f"{place}.self_attn.q_proj", _HEADS * (_NOPE + _ROPE), hidden, width=2.0)
-        matrix(f"{place}.self_attn.kv_a_proj_with_mqa", _LATENT + _ROPE, hidden)
-        norm(f"{place}.self_attn.kv_a_layernorm", _LATENT)
-        matrix(f"{place}.self_attn.kv_b_proj", _HEADS * (_NOPE + _VALUE), _LATENT)
+        matrix(f"{place}.self_attn.kv_a_proj_with_mqa", latent + _ROPE, hidden)
+        norm(f"{place}.self_attn.kv_a_layernorm", latent)
+        matrix(f"{place}.self_attn.kv_b_proj", _HEADS * (_NOPE + _VALUE), latent)
         matrix(f"{place}.self_attn.o_proj", hidden, _HEADS * _VALUE, width=2.0)
         for name, rows, columns in (
             ("gate_proj", 2 * hidden, hidden),
@@ -73,7 +74,7 @@ def write_small_model(
         "num_attention_heads": _HEADS,
         "num_key_value_heads": _HEADS,
         "q_lora_rank": None,
-        "kv_lora_rank": _LATENT,
+        "kv_lora_rank": latent,
         "qk_nope_head_dim": _NOPE,
         "qk_rope_head_dim": _ROPE,
         "v_head_dim": _VALUE,
