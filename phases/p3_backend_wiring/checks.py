@@ -33,6 +33,7 @@ from phases.small_model import write_small_model
 __all__ = [
     "REFUSALS",
     "Refusal",
+    "need_cpu_server",
     "plugin_installs_clean",
     "plugin_self_check",
     "service_token_exact",
@@ -65,7 +66,7 @@ def service_token_exact(
     trees on the kernel; trees with a mask in which every node sees every other, which must differ.
     Each answers a ragged batch, then the same prompts as requests sent at once.
     """
-    _need_cpu_server()
+    need_cpu_server()
     model = write_small_model(ctx.scratch / "model", seed=ctx.seed, vocabulary=_VOCABULARY)
     draw = random.Random(ctx.seed)
     prompts = [
@@ -158,7 +159,7 @@ def plugin_self_check(
     ctx: Context, *, start: Start = serving, refusals: Sequence[Refusal] = REFUSALS
 ) -> list[Figure]:
     """One server that serves and says so in one line; and servers that must stop with one line."""
-    _need_cpu_server()
+    need_cpu_server()
     total = len(refusals) + 1
     for number, case in enumerate(refusals):
         ctx.progress(number, total, case.name)
@@ -238,9 +239,8 @@ def plugin_installs_clean(ctx: Context) -> list[Figure]:
 
 
 _TIMED_IMPORT = """
-import importlib, importlib.metadata, time
-for name in ("sglang.launch_server", "sglang.srt.managers.scheduler"):
-    importlib.import_module(name)
+import importlib.metadata, time
+import sglang.launch_server, sglang.srt.managers.scheduler
 begun = time.perf_counter()
 (point,) = {
     point for point in importlib.metadata.entry_points(group="sglang.srt.plugins")
@@ -277,7 +277,8 @@ def _cpu_server(
     )
 
 
-def _need_cpu_server() -> None:
+def need_cpu_server() -> None:
+    """Raises MissingError where SGLang would not take its CPU path."""
     if torch.cuda.is_available():
         raise MissingError(
             "this gate has no part for a GPU host yet, and SGLang's CPU path needs a machine "

@@ -41,8 +41,8 @@ class KdtreeMlaBackend(TritonAttnBackend):  # type: ignore[misc]  # SGLang is un
     def forward_extend(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
@@ -51,19 +51,20 @@ class KdtreeMlaBackend(TritonAttnBackend):  # type: ignore[misc]  # SGLang is un
         """Attention of several new tokens a request; the kernel's where they are a draft tree.
 
         q: [tokens, H * 576]; k: [tokens, 1, 576] and v: [tokens, 1, 512], rows of the tree nodes,
-        stored at `forward_batch.out_cache_loc` first. Returns [tokens, H * 512].
+        stored at `forward_batch.out_cache_loc` first; both None where the model has stored them
+        there already. Returns [tokens, H * 512].
         """
         if not (
             self._kdtree.verify
             and forward_batch.forward_mode.is_target_verify()
-            and k is not None
+            and (k is None) == (v is None)
             and _plain(layer, features)
         ):
             stock: torch.Tensor = super().forward_extend(
                 q, k, v, layer, forward_batch, save_kv_cache, **features
             )
             return stock
-        if save_kv_cache:
+        if save_kv_cache and k is not None:
             self._store(k, v, layer, forward_batch)
         metadata = self.forward_metadata
         return self._attend(
@@ -80,8 +81,8 @@ class KdtreeMlaBackend(TritonAttnBackend):  # type: ignore[misc]  # SGLang is un
     def forward_decode(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
@@ -101,7 +102,7 @@ class KdtreeMlaBackend(TritonAttnBackend):  # type: ignore[misc]  # SGLang is un
                 q, k, v, layer, forward_batch, save_kv_cache, **features
             )
             return stock
-        if save_kv_cache:
+        if save_kv_cache and k is not None:
             self._store(k, v, layer, forward_batch)
         requests = self.forward_metadata.kv_indptr.shape[0] - 1
         return self._attend(
@@ -135,7 +136,9 @@ class KdtreeMlaBackend(TritonAttnBackend):  # type: ignore[misc]  # SGLang is un
             max_bs, max_num_tokens, kv_indices_buf, cuda_graph_num_kv_splits_buf
         )
 
-    def _store(self, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any) -> None:
+    def _store(
+        self, k: torch.Tensor, v: torch.Tensor | None, layer: Any, forward_batch: Any
+    ) -> None:
         location = compat.write_location(self._sglang, forward_batch, self.forward_metadata)
         self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
 

@@ -162,7 +162,8 @@ def _line(version: str, runner: Any, library: str, settings: Settings) -> str:
         capability = ".".join(map(str, torch.cuda.get_device_capability()))
         device = f"{torch.cuda.get_device_name()} (compute capability {capability})"
     handed: collections.Counter[str] = collections.Counter()
-    for module in runner.model.modules():
+    model = getattr(runner, "model", None)  # SGLang's conformance kit has none
+    for module in () if model is None else model.modules():
         if type(module).__name__ == "RadixAttention":
             reason = layer_reason(module)
             if reason not in (None, "not absorbed MLA"):

@@ -37,6 +37,11 @@ def install() -> None:
         HookRegistry.register("kdtree_engine.sglang_ext.start_up.made", _remove, HookType.BEFORE)
 
 
+def seen() -> dict[str, int]:
+    """The counts of this process."""
+    return dict(_counts)
+
+
 def accepted(index: torch.Tensor, count: torch.Tensor, candidates: torch.Tensor) -> None:
     """Count accepted nodes, and those whose KV row the server must move to the front.
 
