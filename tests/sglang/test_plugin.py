@@ -65,6 +65,11 @@ def test_what_cannot_be_served_is_refused_or_left_to_triton(root: pathlib.Path) 
         "encoder": ["the model is an encoder-decoder, expected a decoder"],
         "sparse": ["the model's attention is sparse (DSA), expected dense MLA"],
         "context parallel": ["decode context parallelism of 2, expected none"],
+        "verified by another": [
+            "trees would be verified by fa3, expected kdtree_mla: "
+            "add --speculative-attention-mode decode"
+        ],
+        "prefilled by another": [],
         "too many nodes": ["129 draft tokens, expected at most 128"],
     }
     assert found["layers"] == {

@@ -7,6 +7,7 @@ promises to keep, and on what they mean. A release that nobody has read is refus
     backend names for the command line   sglang.srt.server_args        sglang.srt.arg_groups.choices
     where a KV row is written            KVWriteLoc(loc, swa, full)    KVWriteLoc.for_batch(batch)
     a pool whose slots are renamed       backend._translate_kv_loc     kv_index_translator
+    backends of prefill and decode       server_args, on demand        fields of the runner
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kdtree_engine.errors import MissingError
 
 __all__ = [
     "SUPPORTED",
+    "attention_backends",
     "missing_names",
     "register_backend",
     "renames_slots",
@@ -54,7 +56,10 @@ _NAMES = (
     "sglang.srt.runtime_context:get_spec",
 )
 _NAMES_OF = {
-    "0.5.17": ("sglang.srt.server_args:add_attention_backend_choices",),
+    "0.5.17": (
+        "sglang.srt.server_args:add_attention_backend_choices",
+        "sglang.srt.server_args:ServerArgs.get_attention_backends",
+    ),
     "0.5.23": (
         "sglang.srt.arg_groups.choices:add_attention_backend_choices",
         "sglang.srt.mem_cache.memory_pool:KVWriteLoc.for_batch",
@@ -156,6 +161,16 @@ def renames_slots(version: str, backend: Any) -> bool:
 
     space = backend.kv_index_translator.space(IdSpaceKind.FULL)
     return space.write is not None or space.read_v2p is not None
+
+
+def attention_backends(version: str, runner: Any) -> tuple[str, str]:
+    """The names of the backends that a runner prefills and decodes with."""
+    if version == "0.5.17":
+        prefill, decode = runner.server_args.get_attention_backends()
+    else:
+        prefill = runner.prefill_attention_backend_str
+        decode = runner.decode_attention_backend_str
+    return prefill, decode
 
 
 def _found(name: str) -> Any:

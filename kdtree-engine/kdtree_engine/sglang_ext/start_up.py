@@ -17,6 +17,7 @@ import torch
 from kdtree_engine.arguments import HEAD_DIM, LATENT_DIM, MAX_NODES
 from kdtree_engine.errors import ConfigError
 from kdtree_engine.sglang_ext import compat
+from kdtree_engine.sglang_ext.plugin import NAME
 from kdtree_engine.sglang_ext.settings import Settings, read_settings
 
 __all__ = ["layer_reason", "made", "refusals"]
@@ -99,6 +100,12 @@ def refusals(version: str, runner: Any) -> list[str]:
         reasons.append(
             f"decode context parallelism of {get_parallel().attn_dcp_size}, expected none"
         )
+    verifier = _verifier(version, runner)
+    if verifier not in (None, NAME):
+        reasons.append(
+            f"trees would be verified by {verifier}, expected {NAME}: "
+            "add --speculative-attention-mode decode"
+        )
     nodes = get_spec().speculative_num_draft_tokens or 1
     if nodes > MAX_NODES:
         reasons.append(f"{nodes} draft tokens, expected at most {MAX_NODES}")
@@ -129,6 +136,16 @@ def layer_reason(layer: Any) -> str | None:
     return None
 
 
+def _verifier(version: str, runner: Any) -> str | None:
+    """The backend that verifies trees where prefill and decode have one each; None: no trees."""
+    from sglang.srt.runtime_context import get_spec
+
+    if get_spec().speculative_algorithm is None:
+        return None
+    prefill, decode = compat.attention_backends(version, runner)
+    return decode if get_spec().speculative_attention_mode == "decode" else prefill
+
+
 def _dispatch_problem() -> str | None:
     """What would make q and k arrive in another form than concatenated rows of 576 values."""
     from sglang.srt.models.deepseek_common.attention_backend_handler import (
@@ -136,8 +153,6 @@ def _dispatch_problem() -> str | None:
         handle_attention_triton,
     )
     from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
-
-    from kdtree_engine.sglang_ext.plugin import NAME
 
     if NAME in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
         return f"{NAME} is among FORWARD_ABSORB_CORE_ATTENTION_BACKENDS"

@@ -126,3 +126,13 @@ def test_a_pool_that_renames_its_slots_is_seen(modules: Any) -> None:
         assert not compat.renames_slots(version, backend(None, None))
         assert compat.renames_slots(version, backend(lambda slots: slots, None))
     assert compat.renames_slots("0.5.23", backend(None, "a table"))
+
+
+def test_the_backends_of_a_runner() -> None:
+    arguments = types.SimpleNamespace(get_attention_backends=lambda: ("fa3", "kdtree_mla"))
+    old = types.SimpleNamespace(server_args=arguments)
+    new = types.SimpleNamespace(
+        prefill_attention_backend_str="fa3", decode_attention_backend_str="kdtree_mla"
+    )
+    assert compat.attention_backends("0.5.17", old) == ("fa3", "kdtree_mla")
+    assert compat.attention_backends("0.5.23", new) == ("fa3", "kdtree_mla")

@@ -59,6 +59,14 @@ def main() -> dict[str, dict[str, Any]]:
         with get_context().override_server_args(**changed):
             return start_up.refusals("0.5.23", runner)
 
+    def with_prefill_by(other: str, mode: str) -> list[str]:
+        runner = runner_of_the_kit()
+        runner.prefill_attention_backend_str = other
+        with get_context().override_server_args(
+            speculative_algorithm="NGRAM", speculative_attention_mode=mode
+        ):
+            return start_up.refusals("0.5.23", runner)
+
     def with_dcp() -> list[str]:
         runner = runner_of_the_kit()
         with get_parallel().override(attn_dcp_size=2):
@@ -78,6 +86,8 @@ def main() -> dict[str, dict[str, Any]]:
         "encoder": said(lambda runner: setattr(runner.model_config, "is_encoder_decoder", True)),
         "sparse": said(sparse),
         "context parallel": with_dcp(),
+        "verified by another": with_prefill_by("fa3", "prefill"),
+        "prefilled by another": with_prefill_by("fa3", "decode"),
         "too many nodes": with_settings(speculative_num_draft_tokens=129),
     }
 
