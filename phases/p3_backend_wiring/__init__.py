@@ -1,8 +1,17 @@
 """Phase 3: the kernel in the live service, eager mode, behind one overridden method."""
 
 from phases.gate import Gate, GateKind
+from phases.p3_backend_wiring import checks
 from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
+
+_CPU_SERVER = (
+    "kdtree-engine/pyproject.toml",
+    "kdtree-engine/kdtree_engine/sglang_ext/*.py",
+    "kdtree-engine/kdtree_engine/*.py",
+    "tests/support/sglang_cpu/*/*",
+)
+"""What runs in the server, so no import of the gates leads there."""
 
 PHASE = Phase(
     number=3,
@@ -14,17 +23,25 @@ PHASE = Phase(
         Gate(
             "plugin-installs-clean",
             "the wheel changes no other package of SGLang's environment",
+            checks.plugin_installs_clean,
             requires=(Requirement.SGLANG,),
+            data=_CPU_SERVER,
         ),
         Gate(
             "plugin-self-check",
             "a missing hook or an unknown SGLang stops the server with one line",
+            checks.plugin_self_check,
             requires=(Requirement.SGLANG,),
+            time_limit_s=1800.0,
+            data=_CPU_SERVER,
         ),
         Gate(
             "service-token-exact",
             "tokens of the live service with tree verification equal plain decoding",
-            requires=(Requirement.SERVICE,),
+            checks.service_token_exact,
+            requires=(Requirement.SGLANG,),
+            time_limit_s=1800.0,
+            data=_CPU_SERVER,
         ),
         Gate(
             "conformance-kit-eager",

@@ -1,0 +1,184 @@
+"""The attention backend `kdtree_mla`: SGLang's Triton backend with two calls of ours in it.
+
+Target-verify and, where switched on, plain decode run `tree_verify_attention` on the buffers that
+SGLang's Triton backend has filled: nothing is copied, nothing waits for the GPU, and a captured
+graph replays with whatever the buffers hold then. Everything else is the parent's: prefill, drafts,
+layers with a feature that the kernel does not have, the metadata, the graphs.
+
+SGLang decides by the class's name whether graphs of DFLASH-like algorithms are captured with a
+mask: a class that is called otherwise than the stock one is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+from kdtree_engine.arguments import HEAD_DIM, LATENT_DIM
+from kdtree_engine.attention import tree_verify_attention
+from kdtree_engine.sglang_ext import compat
+from kdtree_engine.sglang_ext.settings import Settings
+from kdtree_engine.sglang_ext.start_up import layer_reason
+
+__all__ = ["KdtreeMlaBackend"]
+
+
+class KdtreeMlaBackend(TritonAttnBackend):  # type: ignore[misc]  # SGLang is untyped here
+    """One backend of one model runner; ranks share nothing through it."""
+
+    def __init__(self, runner: Any, settings: Settings, version: str) -> None:
+        super().__init__(runner)
+        self._kdtree = settings
+        self._sglang = version
+        # Plain decode as a tree of one node. `kv_indptr` counts the new token among the prefix
+        # already, so its own column is masked out: a byte of zero for each request.
+        requests = runner.req_to_token_pool.size
+        self._one_each = torch.arange(requests + 1, dtype=torch.int32, device=self.device)
+        self._unseen = torch.zeros(requests, dtype=torch.uint8, device=self.device)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **features: Any,
+    ) -> torch.Tensor:
+        """Attention of several new tokens a request; the kernel's where they are a draft tree.
+
+        q: [tokens, H * 576]; k: [tokens, 1, 576] and v: [tokens, 1, 512], rows of the tree nodes,
+        stored at `forward_batch.out_cache_loc` first; both None where the model has stored them
+        there already. Returns [tokens, H * 512].
+        """
+        if not (
+            self._kdtree.verify
+            and forward_batch.forward_mode.is_target_verify()
+            and (k is None) == (v is None)
+            and _plain(layer, features)
+        ):
+            stock: torch.Tensor = super().forward_extend(
+                q, k, v, layer, forward_batch, save_kv_cache, **features
+            )
+            return stock
+        if save_kv_cache and k is not None:
+            self._store(k, v, layer, forward_batch)
+        metadata = self.forward_metadata
+        return self._attend(
+            q,
+            layer,
+            forward_batch,
+            qo_indptr=metadata.qo_indptr,
+            mask=metadata.custom_mask,
+            mask_indptr=None if metadata.custom_mask is None else metadata.mask_indptr,
+            mask_layout=None if metadata.custom_mask is None else "full",
+            max_nodes=metadata.max_extend_len,
+        )
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **features: Any,
+    ) -> torch.Tensor:
+        """Attention of one new token a request. Shapes as in `forward_extend`, tokens = requests.
+
+        Steps of a draft have lengths of their own (`spec_info`), and stay with the parent.
+        """
+        if not (
+            self._kdtree.decode
+            and forward_batch.forward_mode.is_decode()
+            and forward_batch.spec_info is None
+            and _plain(layer, features)
+        ):
+            stock: torch.Tensor = super().forward_decode(
+                q, k, v, layer, forward_batch, save_kv_cache, **features
+            )
+            return stock
+        if save_kv_cache and k is not None:
+            self._store(k, v, layer, forward_batch)
+        requests = self.forward_metadata.kv_indptr.shape[0] - 1
+        return self._attend(
+            q,
+            layer,
+            forward_batch,
+            qo_indptr=self._one_each[: requests + 1],
+            mask=self._unseen,
+            mask_indptr=self._one_each[: requests + 1],
+            mask_layout="draft",
+            max_nodes=1,
+        )
+
+    def init_cuda_graph_state(
+        self,
+        max_bs: int,
+        max_num_tokens: int,
+        kv_indices_buf: torch.Tensor | None = None,
+        cuda_graph_num_kv_splits_buf: torch.Tensor | None = None,
+    ) -> None:
+        """The parent's buffers, but for the slots: max_bs * max_context of them, int64.
+
+        The parent takes max_num_tokens * max_context, as if each tree node had a prefix of its
+        own: 545 GB at batch 4, 65 nodes and 262,144 tokens. A request has one prefix.
+        """
+        if kv_indices_buf is None and self._kdtree.graph_buffers:
+            kv_indices_buf = torch.zeros(
+                max_bs * self.max_context_len, dtype=torch.int64, device=self.device
+            )
+        super().init_cuda_graph_state(
+            max_bs, max_num_tokens, kv_indices_buf, cuda_graph_num_kv_splits_buf
+        )
+
+    def _store(
+        self, k: torch.Tensor, v: torch.Tensor | None, layer: Any, forward_batch: Any
+    ) -> None:
+        location = compat.write_location(self._sglang, forward_batch, self.forward_metadata)
+        self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        *,
+        qo_indptr: torch.Tensor,
+        mask: torch.Tensor | None,
+        mask_indptr: torch.Tensor | None,
+        mask_layout: Any,
+        max_nodes: int,
+    ) -> torch.Tensor:
+        heads = layer.tp_q_head_num
+        given = getattr(forward_batch, "_attn_output", None)
+        out = (
+            q.new_empty((q.shape[0], heads, LATENT_DIM))
+            if given is None
+            else given.view(-1, heads, LATENT_DIM)
+        )
+        tree_verify_attention(
+            q.view(-1, heads, HEAD_DIM),
+            self.token_to_kv_pool.get_key_buffer(layer.layer_id),
+            qo_indptr,
+            self.forward_metadata.kv_indptr,
+            self.forward_metadata.kv_indices,
+            forward_batch.out_cache_loc,
+            mask,
+            mask_indptr,
+            sm_scale=layer.scaling,
+            max_nodes=max_nodes,
+            out=out,
+            deterministic=self.enable_deterministic,
+            mask_layout=mask_layout,
+        )
+        return out.view(-1, heads * LATENT_DIM)
+
+
+def _plain(layer: Any, features: dict[str, Any]) -> bool:
+    """Whether a call is attention and nothing more: no sinks, score changes or layer features."""
+    return all(value is None for value in features.values()) and layer_reason(layer) is None

@@ -1,0 +1,185 @@
+"""Every difference between the SGLang releases that are supported, and what each must offer.
+
+Releases are named and not ranged: the plugin relies on names inside SGLang that no release
+promises to keep, and on what they mean. A release that nobody has read is refused.
+
+    difference                           0.5.17                        0.5.23
+    backend names for the command line   sglang.srt.server_args        sglang.srt.arg_groups.choices
+    where a KV row is written            KVWriteLoc(loc, swa, full)    KVWriteLoc.for_batch(batch)
+    a pool whose slots are renamed       backend._translate_kv_loc     kv_index_translator
+    backends of prefill and decode       server_args, on demand        fields of the runner
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable
+from typing import Any
+
+from kdtree_engine.errors import MissingError
+
+__all__ = [
+    "SUPPORTED",
+    "attention_backends",
+    "missing_names",
+    "register_backend",
+    "renames_slots",
+    "require_names",
+    "require_supported",
+    "sglang_version",
+    "write_location",
+]
+
+SUPPORTED = ("0.5.17", "0.5.23")
+
+_CHOICES = {"0.5.17": "sglang.srt.server_args", "0.5.23": "sglang.srt.arg_groups.choices"}
+_TRITON = "sglang.srt.layers.attention.triton_backend"
+_NAMES = (
+    "sglang.srt.layers.attention.attention_registry:register_attention_backend",
+    f"{_TRITON}:TritonAttnBackend.forward_extend",
+    f"{_TRITON}:TritonAttnBackend.forward_decode",
+    f"{_TRITON}:TritonAttnBackend.init_cuda_graph_state",
+    f"{_TRITON}:TritonAttnBackend.init_forward_metadata",
+    f"{_TRITON}:ForwardMetadata",
+    "sglang.srt.layers.radix_attention:RadixAttention",
+    "sglang.srt.layers.radix_attention:AttentionType.DECODER",
+    "sglang.srt.mem_cache.memory_pool:KVWriteLoc",
+    "sglang.srt.mem_cache.memory_pool:MLATokenToKVPool",
+    "sglang.srt.configs.model_config:AttentionArch.MLA",
+    "sglang.srt.configs.model_config:is_deepseek_dsa",
+    "sglang.srt.models.deepseek_common.attention_backend_handler"
+    ":AttentionBackendRegistry.get_handler",
+    "sglang.srt.models.deepseek_common.attention_backend_handler:handle_attention_triton",
+    "sglang.srt.models.deepseek_common.utils:FORWARD_ABSORB_CORE_ATTENTION_BACKENDS",
+    "sglang.srt.runtime_context:get_parallel",
+    "sglang.srt.runtime_context:get_spec",
+)
+_NAMES_OF = {
+    "0.5.17": (
+        "sglang.srt.server_args:add_attention_backend_choices",
+        "sglang.srt.server_args:ServerArgs.get_attention_backends",
+    ),
+    "0.5.23": (
+        "sglang.srt.arg_groups.choices:add_attention_backend_choices",
+        "sglang.srt.mem_cache.memory_pool:KVWriteLoc.for_batch",
+        "sglang.srt.mem_cache.kv_loc_plan:IdSpaceKind.FULL",
+        "sglang.srt.mem_cache.kv_index_translator:KVIndexTranslator.space",
+    ),
+}
+METADATA_FIELDS = (
+    "custom_mask",
+    "kv_indices",
+    "kv_indptr",
+    "mask_indptr",
+    "max_extend_len",
+    "qo_indptr",
+)
+"""Fields of the Triton backend's ForwardMetadata that the kernel is given."""
+
+
+def sglang_version() -> str:
+    """The version of the installed SGLang. Raises MissingError without one."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise MissingError(
+            "kdtree_mla: SGLang is not installed", remedy=f"pip install sglang=={SUPPORTED[-1]}"
+        ) from error
+
+
+def require_supported(version: str) -> None:
+    """Raises MissingError for a release that nobody has read."""
+    if version not in SUPPORTED:
+        raise MissingError(
+            f"kdtree_mla: SGLang {version} is installed, expected {' or '.join(SUPPORTED)}",
+            remedy=f"pip install sglang=={SUPPORTED[-1]}, or choose --attention-backend triton",
+        )
+
+
+def missing_names(version: str) -> list[str]:
+    """What this plugin needs of SGLang's modules and does not find, as `module:name`."""
+    missing = [name for name in (*_NAMES, *_NAMES_OF[version]) if _found(name) is None]
+    metadata = _found(f"{_TRITON}:ForwardMetadata")
+    if metadata is not None:
+        fields = getattr(metadata, "__dataclass_fields__", {})
+        missing += [
+            f"{_TRITON}:ForwardMetadata.{field}" for field in METADATA_FIELDS if field not in fields
+        ]
+    return missing
+
+
+def require_names(version: str) -> None:
+    """Raises MissingError that lists what SGLang lacks."""
+    missing = missing_names(version)
+    if missing:
+        raise MissingError(
+            f"kdtree_mla: this SGLang {version} lacks {', '.join(missing)}",
+            remedy="reinstall the released package, or choose --attention-backend triton",
+        )
+
+
+def register_backend(name: str, version: str, factory: Callable[[Any], Any]) -> None:
+    """Make `name` a choice of the command line, and `factory(runner)` what makes the backend.
+
+    An unknown release is tried with the homes of each known one, newest first, so that the
+    factory can refuse in words of its own. Raises MissingError where none of them has both names.
+    """
+    registry = "sglang.srt.layers.attention.attention_registry:register_attention_backend"
+    homes = [_CHOICES[version]] if version in _CHOICES else list(reversed(_CHOICES.values()))
+    wanted = [f"{home}:add_attention_backend_choices" for home in homes]
+    add_choices = next(filter(None, map(_found, wanted)), None)
+    register = _found(registry)
+    if add_choices is None or register is None:
+        lacking = [wanted[0]] * (add_choices is None) + [registry] * (register is None)
+        raise MissingError(
+            f"kdtree_mla: this SGLang {version} lacks {', '.join(lacking)}",
+            remedy=f"pip install sglang=={SUPPORTED[-1]}, or choose --attention-backend triton",
+        )
+    add_choices([name])
+    register(name)(factory)
+
+
+def write_location(version: str, forward_batch: Any, metadata: Any) -> Any:
+    """Where the KV rows of this batch's tokens are stored, as `set_kv_buffer` takes it."""
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    if version == "0.5.17":
+        return KVWriteLoc(
+            forward_batch.out_cache_loc,
+            metadata.swa_out_cache_loc,
+            full_loc=metadata.out_cache_loc_full_physical,
+        )
+    return KVWriteLoc.for_batch(forward_batch, swa_loc=metadata.swa_out_cache_loc)
+
+
+def renames_slots(version: str, backend: Any) -> bool:
+    """Whether the pool's rows lie elsewhere than `out_cache_loc` says (SGLang's unified pool)."""
+    if version == "0.5.17":
+        return backend._translate_kv_loc is not None
+    from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind
+
+    space = backend.kv_index_translator.space(IdSpaceKind.FULL)
+    return space.write is not None or space.read_v2p is not None
+
+
+def attention_backends(version: str, runner: Any) -> tuple[str, str]:
+    """The names of the backends that a runner prefills and decodes with."""
+    if version == "0.5.17":
+        prefill, decode = runner.server_args.get_attention_backends()
+    else:
+        prefill = runner.prefill_attention_backend_str
+        decode = runner.decode_attention_backend_str
+    return prefill, decode
+
+
+def _found(name: str) -> Any:
+    """The object that `module:a.b` names, or None."""
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError:
+        return None
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found

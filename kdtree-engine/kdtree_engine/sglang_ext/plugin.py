@@ -1,0 +1,53 @@
+"""The entry point `sglang.srt.plugins`: makes `--attention-backend kdtree_mla` exist.
+
+SGLang calls `register` in its launcher, in each scheduler (one for each rank) and in the
+detokenizer, and only logs what a plugin raises. So nothing is decided here: the name is
+registered, and the checks run where a server makes the backend, in `start_up`. What they find
+wrong ends the server there; a server that was not asked for `kdtree_mla` is left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NoReturn
+
+from kdtree_engine.errors import KdError
+from kdtree_engine.sglang_ext import compat
+
+__all__ = ["NAME", "create", "register"]
+
+NAME = "kdtree_mla"
+
+_log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Register the backend's name. Imports neither the kernel nor SGLang's Triton backend.
+
+    Where SGLang has no place for the name, one line says so; the command line then refuses
+    `kdtree_mla`, and the server does not start with it.
+    """
+    try:
+        compat.register_backend(NAME, compat.sglang_version(), create)
+    except KdError as error:
+        _log.error("%s", error)
+
+
+def create(runner: Any) -> Any:
+    """The attention backend for a model runner, or the end of this process with one line."""
+    from kdtree_engine.sglang_ext import start_up
+
+    try:
+        return start_up.made(runner)
+    except KdError as error:
+        _stop(error)
+
+
+def _stop(error: KdError) -> NoReturn:
+    """End the scheduler. Its launcher sees it go and ends the server.
+
+    SystemExit and no other exception: SGLang would print a traceback of its own code, in which the
+    line is hard to find.
+    """
+    _log.error("%s; the server stops", error)
+    raise SystemExit(1) from error

@@ -1,0 +1,89 @@
+"""The KDTREE_ environment variables, read once and typed.
+
+Every variable of the engine is in VARIABLES, those that other modules read too, so that a name
+that is not there is a typing mistake and can be warned about.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+
+from kdtree_engine.errors import ConfigError
+
+__all__ = ["PREFIX", "VARIABLES", "Settings", "Variable", "read_settings"]
+
+PREFIX = "KDTREE_"
+
+
+@dataclasses.dataclass(frozen=True)
+class Variable:
+    """One environment variable.
+
+    values: what it may be; empty where any text will do, such as a path.
+    default: what stands for an unset or empty variable.
+    """
+
+    name: str
+    meaning: str
+    values: tuple[str, ...] = ("0", "1")
+    default: str = "0"
+
+
+VARIABLES = (
+    Variable("KDTREE_VERIFY", "tree verification runs on the kernel", default="1"),
+    Variable("KDTREE_DECODE", "plain decode, one token a request, runs on the kernel too"),
+    Variable(
+        "KDTREE_GRAPH_BUFFERS",
+        "CUDA graphs keep max_batch x max_context slots and not max_tokens x max_context",
+        default="1",
+    ),
+    Variable("KDTREE_DEFRAG", "defragmentation tier of the KV pool", ("off",), "off"),
+    Variable("KDTREE_LIBRARY", "path of the kernel library to load", (), ""),
+    Variable("KDTREE_WGMMA", "sm_90: take the wgmma kernels, or those on mma.sync", default=""),
+    Variable("KDTREE_CHECK", "check the contents of index tensors at each call (slow)"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the plugin does. All off: the server behaves as with `--attention-backend triton`."""
+
+    verify: bool = True
+    decode: bool = False
+    graph_buffers: bool = True
+
+    @property
+    def stock(self) -> bool:
+        """Nothing is switched on."""
+        return not (self.verify or self.decode or self.graph_buffers)
+
+
+def read_settings(environment: Mapping[str, str]) -> tuple[Settings, list[str]]:
+    """The settings, and a line for each KDTREE_ name that nothing reads.
+
+    Raises ConfigError that names the first variable whose value is not one of those it may have.
+    """
+    known = {variable.name: variable for variable in VARIABLES}
+    given: dict[str, str] = {}
+    for variable in VARIABLES:
+        value = environment.get(variable.name, "").strip() or variable.default
+        if variable.values and value not in (*variable.values, variable.default):
+            raise ConfigError(
+                f"{variable.name}: expected {' or '.join(variable.values)}, got {value!r}",
+                remedy=f"it says: {variable.meaning}; unset it for the default",
+            )
+        given[variable.name] = value
+    warnings = []
+    for name in sorted(environment):
+        if name.startswith(PREFIX) and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            warnings.append(f"{name} is set and nothing reads it ({hint})")
+    settings = Settings(
+        verify=given["KDTREE_VERIFY"] == "1",
+        decode=given["KDTREE_DECODE"] == "1",
+        graph_buffers=given["KDTREE_GRAPH_BUFFERS"] == "1",
+    )
+    return settings, warnings

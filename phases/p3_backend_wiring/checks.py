@@ -1,0 +1,341 @@
+"""Phase 3: the plugin in the real SGLang server, eager, on a machine without a GPU.
+
+The server is the released one. What it lacks to verify trees on a CPU comes from the plugin in
+`tests/support/sglang_cpu`, which also counts trees and can spoil the mask. Everything is in
+float32: in 16 bits, near-ties make batched and single runs of stock SGLang differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from kdtree_engine.errors import MissingError
+from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
+from phases.service import (
+    Service,
+    ServiceFailed,
+    Tokens,
+    failures_in,
+    server_python,
+    serving,
+)
+from phases.small_model import write_small_model
+
+__all__ = [
+    "REFUSALS",
+    "Refusal",
+    "need_cpu_server",
+    "plugin_installs_clean",
+    "plugin_self_check",
+    "service_token_exact",
+]
+
+Start = Callable[..., contextlib.AbstractContextManager[Service]]
+
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+_CPU_SUPPORT = _ROOT / "tests" / "support" / "sglang_cpu"
+_PROMPT_LENGTHS = (3, 5, 9, 17, 24, 40)
+_NEW_TOKENS = 48
+_VOCABULARY = 64
+_KERNEL = ("--attention-backend", "kdtree_mla")
+_STOCK = (*("--attention-backend", "triton"), *("--triton-attention-num-kv-splits", "1"))
+"""One split, as each costs the interpreter a pass over its program."""
+_NODES = 9
+_TREE = (
+    *("--speculative-algorithm", "NGRAM"),
+    *("--speculative-num-draft-tokens", str(_NODES)),
+    *("--speculative-ngram-max-bfs-breadth", "4"),
+)
+_IMPORT_LIMIT_S = 1.0
+
+
+def service_token_exact(
+    ctx: Context, *, start: Start = serving, new_tokens: int = _NEW_TOKENS
+) -> list[Figure]:
+    """The server's greedy tokens with trees on the kernel are those of stock plain decoding.
+
+    Four servers, one after the other: stock Triton without speculation; plain decode on the kernel;
+    trees on the kernel; trees with a mask in which every node sees every other, which must differ.
+    Each answers a ragged batch, and all but the first also the same prompts as requests sent at
+    once.
+    """
+    need_cpu_server()
+    model = write_small_model(ctx.scratch / "model", seed=ctx.seed, vocabulary=_VOCABULARY)
+    draw = random.Random(ctx.seed)
+    prompts = [
+        tuple(draw.randrange(2, _VOCABULARY) for _ in range(length)) for length in _PROMPT_LENGTHS
+    ]
+
+    def answers(
+        number: int, name: str, arguments: Sequence[str], **environment: str
+    ) -> tuple[list[Tokens], dict[str, int]]:
+        ctx.progress(number, 4, name)
+        log, seen = ctx.scratch / f"{name}.log", ctx.scratch / f"{name}.json"
+        environment["KD_TEST_OBSERVED"] = str(seen)
+        with _cpu_server(model, arguments, log, environment, start) as service:
+            found = service.generate(prompts, new_tokens)
+            # On the first pass: the n-gram drafter learns from what it served.
+            counts = json.loads(seen.read_text()) if seen.is_file() else {}
+            if name != "stock":
+                found += service.generate_at_once(prompts, new_tokens)
+        failures = failures_in(log.read_text(errors="replace"))
+        if failures:
+            raise GateFailure(FailureKind.LAUNCH, f"{name}: its log says: {failures[0]}")
+        return found, counts
+
+    stock, _ = answers(0, "stock", _STOCK, SGLANG_DISABLE_LEAN_ATTENTION="1")
+    stock += stock  # what it must be in a batch, it must be in requests sent at once
+    decoded, counts = answers(1, "decode", _KERNEL, KDTREE_DECODE="1")
+    _same_tokens("plain decode on the kernel", decoded, stock)
+    _at_least_one(counts, "decode", "no token was decoded on the kernel")
+    trees, counts = answers(2, "trees", (*_KERNEL, *_TREE))
+    _same_tokens("trees on the kernel", trees, stock)
+    _at_least_one(counts, "branching", "no tree branched, so its mask was not tried")
+    _at_least_one(counts, "moved", "no accepted row was moved, so no side branch was accepted")
+    wrong, spoiled = answers(3, "wrong-mask", (*_KERNEL, *_TREE), KD_TEST_WRONG_MASK="1")
+    _at_least_one(spoiled, "verify", "nothing was verified with the wrong mask")
+    if wrong == stock:
+        raise GateFailure(
+            FailureKind.TOKEN_MISMATCH, "a mask of ones changes no token: the check sees nothing"
+        )
+    different = sum(_first_difference(*pair) is not None for pair in zip(wrong, stock, strict=True))
+    return [
+        Figure("tokens equal", sum(map(len, (*decoded, *trees))), Unit.TOKENS),
+        Figure("branching trees", counts["branching"], Unit.COUNT),
+        Figure("accepted nodes", counts["accepted"], Unit.COUNT),
+        Figure("moved rows", counts["moved"], Unit.COUNT),
+        Figure("answers that a wrong mask changes", different, Unit.COUNT),
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """A server that must stop, and what its one line must say.
+
+    latent: kv_lora_rank of its model.
+    """
+
+    name: str
+    says: str
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    latent: int = 512
+
+
+REFUSALS = (
+    Refusal(
+        "unknown-release",
+        "kdtree_mla: SGLang 0.5.99 is installed, expected 0.5.17 or 0.5.23",
+        environment={"KD_TEST_SGLANG_VERSION": "0.5.99"},
+    ),
+    Refusal(
+        "missing-hook",
+        "kdtree_mla: this SGLang 0.5.23 lacks sglang.srt.mem_cache.memory_pool:"
+        "KVWriteLoc.for_batch",
+        environment={"KD_TEST_REMOVED": "sglang.srt.mem_cache.memory_pool:KVWriteLoc.for_batch"},
+    ),
+    Refusal(
+        "wrong-value",
+        "KDTREE_DECODE: expected 0 or 1, got 'maybe'",
+        environment={"KDTREE_DECODE": "maybe"},
+    ),
+    Refusal(
+        "other-model",
+        "kv_lora_rank 256 and qk_rope_head_dim 64, expected 512 and 64",
+        latent=256,
+    ),
+)
+
+
+def plugin_self_check(
+    ctx: Context, *, start: Start = serving, refusals: Sequence[Refusal] = REFUSALS
+) -> list[Figure]:
+    """One server that serves and says so in one line; and servers that must stop with one line."""
+    need_cpu_server()
+    total = len(refusals) + 1
+    for number, case in enumerate(refusals):
+        ctx.progress(number, total, case.name)
+        log = ctx.scratch / f"{case.name}.log"
+        model = write_small_model(
+            ctx.scratch / f"model-{case.latent}", seed=ctx.seed, latent=case.latent
+        )
+        try:
+            with _cpu_server(model, (*_KERNEL, *case.arguments), log, case.environment, start):
+                problem = "it serves"
+        except ServiceFailed:
+            said = [line for line in _plain_lines(log) if "the server stops" in line]
+            if len(said) == 1 and case.says in said[0]:
+                continue
+            problem = f"it stopped and said {said or 'nothing of it'}"
+        raise GateFailure(
+            FailureKind.LAUNCH, f"{case.name}: expected a line with '{case.says}'; {problem}"
+        )
+    ctx.progress(total - 1, total, "serves")
+    log = ctx.scratch / "serves.log"
+    model = write_small_model(ctx.scratch / "model-512", seed=ctx.seed)
+    with _cpu_server(model, _KERNEL, log, {"KDTREE_VERFY": "0"}, start) as service:
+        service.generate([(2, 3, 4)], 2)
+    lines = _plain_lines(log)
+    for wanted in (
+        "kdtree_mla: SGLang 0.5.23; cpu; library: CPU implementation",
+        "KDTREE_VERFY is set and nothing reads it (did you mean KDTREE_VERIFY?)",
+    ):
+        found = sum(wanted in line for line in lines)
+        if found != 1:
+            raise GateFailure(
+                FailureKind.LAUNCH, f"expected one line of the log with '{wanted}', got {found}"
+            )
+    failures = failures_in("\n".join(lines))
+    if failures:
+        raise GateFailure(FailureKind.LAUNCH, f"the log of a right server says: {failures[0]}")
+    return [Figure("cases", total, Unit.COUNT)]
+
+
+def plugin_installs_clean(ctx: Context) -> list[Figure]:
+    """The wheel, installed where SGLang is seen, changes no other package; it loads in under 1 s.
+
+    SGLang's own environment is left as it is: the wheel goes into a virtual environment that sees
+    all of it, so that pip resolves and would upgrade just as there.
+    """
+    python = server_python()
+    ctx.progress(0, 3, "wheel")
+    source, wheels = ctx.scratch / "kdtree-engine", ctx.scratch / "wheels"
+    _copy_sources(_ROOT / "kdtree-engine", source)
+    build = ("wheel", "--no-deps", "--no-build-isolation", "--quiet", "-w", str(wheels))
+    _run([python, "-m", "pip", *build, str(source)])
+    (wheel,) = wheels.glob("*.whl")
+    ctx.progress(1, 3, "install")
+    above = _run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip()
+    _run([python, "-m", "venv", "--without-pip", str(ctx.scratch / "venv")])
+    inside = str(ctx.scratch / "venv" / "bin" / "python")
+    (own,) = (ctx.scratch / "venv").glob("lib/python*/site-packages")
+    (own / "above.pth").write_text(f"{above}\n")
+    before = _packages(inside)
+    _run([inside, "-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps", str(wheel)])
+    _run([inside, "-m", "pip", "install", "--quiet", str(wheel)])  # with its dependencies
+    after = _packages(inside)
+    if before != after:
+        changed = sorted(set(before) ^ set(after))
+        raise GateFailure(FailureKind.LAUNCH, f"installing the wheel changes {', '.join(changed)}")
+    if not any("sglang==" in package for package in after):
+        raise GateFailure(FailureKind.LAUNCH, "the environment does not see SGLang")
+    ctx.progress(2, 3, "import")
+    seconds = float(_run([inside, "-W", "ignore", "-c", _TIMED_IMPORT]).split()[-1])
+    if seconds >= _IMPORT_LIMIT_S:
+        raise GateFailure(
+            FailureKind.TOO_SLOW,
+            f"loading the plugin takes {seconds:.2f} s beyond SGLang, expected under "
+            f"{_IMPORT_LIMIT_S:g} s",
+        )
+    return [Figure("other packages, unchanged", len(after), Unit.COUNT)]
+
+
+_TIMED_IMPORT = """
+import importlib.metadata, time
+import sglang.launch_server, sglang.srt.managers.scheduler
+begun = time.perf_counter()
+(point,) = {
+    point for point in importlib.metadata.entry_points(group="sglang.srt.plugins")
+    if point.name == "kdtree_mla"
+}
+point.load()()
+print(time.perf_counter() - begun)
+"""
+
+
+def _cpu_server(
+    model: pathlib.Path,
+    arguments: Sequence[str],
+    log: pathlib.Path,
+    environment: Mapping[str, str],
+    start: Start,
+) -> contextlib.AbstractContextManager[Service]:
+    paths = [str(_CPU_SUPPORT), str(_ROOT / "kdtree-engine"), os.environ.get("PYTHONPATH", "")]
+    return start(
+        (
+            *("--model-path", str(model), "--device", "cpu", "--dtype", "float32"),
+            *("--max-total-tokens", "8192", "--mem-fraction-static", "0.3"),
+            *("--skip-tokenizer-init", "--disable-overlap-schedule", "--disable-cuda-graph"),
+            *arguments,
+        ),
+        log=log,
+        environment={
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "TRITON_INTERPRET": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+            **environment,
+        },
+        limit_s=300.0,
+    )
+
+
+def need_cpu_server() -> None:
+    """Raises MissingError where SGLang would not take its CPU path."""
+    if torch.cuda.is_available():
+        raise MissingError(
+            "this gate has no part for a GPU host yet, and SGLang's CPU path needs a machine "
+            "without a GPU",
+            remedy="run it with CUDA_VISIBLE_DEVICES= to hide the GPUs",
+        )
+
+
+def _same_tokens(what: str, found: Sequence[Tokens], expected: Sequence[Tokens]) -> None:
+    for number, (got, wanted) in enumerate(zip(found, expected, strict=True)):
+        step = _first_difference(got, wanted)
+        if step is not None:
+            raise GateFailure(
+                FailureKind.TOKEN_MISMATCH,
+                f"{what}: answer {number} differs from stock plain decoding at token {step}: "
+                f"{got[step : step + 1]}, expected {wanted[step : step + 1]}",
+            )
+
+
+def _first_difference(got: Tokens, wanted: Tokens) -> int | None:
+    if got == wanted:
+        return None
+    pairs = enumerate(zip(got, wanted, strict=False))
+    return next((step for step, (a, b) in pairs if a != b), min(len(got), len(wanted)))
+
+
+def _at_least_one(counts: Mapping[str, int], name: str, otherwise: str) -> None:
+    if not counts.get(name):
+        raise GateFailure(FailureKind.TOKEN_MISMATCH, otherwise)
+
+
+def _plain_lines(log: pathlib.Path) -> list[str]:
+    return log.read_text(errors="replace").splitlines() if log.is_file() else []
+
+
+def _copy_sources(source: pathlib.Path, target: pathlib.Path) -> None:
+    """What the wheel is built from, without caches and what an editable install left."""
+    for path in source.rglob("*"):
+        part = path.relative_to(source)
+        skipped = any(
+            name in ("build", "__pycache__") or name.startswith(".") or name.endswith(".egg-info")
+            for name in part.parts
+        )
+        if path.is_file() and not skipped:
+            (target / part).parent.mkdir(parents=True, exist_ok=True)
+            (target / part).write_bytes(path.read_bytes())
+
+
+def _packages(python: str) -> list[str]:
+    """`pip freeze`, without this project's own package."""
+    lines = _run([python, "-m", "pip", "freeze", "--all"]).splitlines()
+    return [line for line in lines if "kdtree" not in line.lower()]
+
+
+def _run(line: Sequence[str]) -> str:
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(line)[:200]} failed: {done.stderr[-2000:]}")
+    return done.stdout

@@ -1,0 +1,138 @@
+"""The differences between SGLang's releases, tried on modules that stand in for them."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from kdtree_engine.errors import MissingError
+from kdtree_engine.sglang_ext import compat, plugin
+
+REGISTRY = "sglang.srt.layers.attention.attention_registry"
+HOMES = {"0.5.17": "sglang.srt.server_args", "0.5.23": "sglang.srt.arg_groups.choices"}
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`modules("a.b", name=...)` puts a module there; SGLang itself is hidden."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "sglang", None)
+
+    def add(name: str, **contents: Any) -> types.ModuleType:
+        parts = name.split(".")
+        for count in range(1, len(parts) + 1):
+            prefix = ".".join(parts[:count])
+            if sys.modules.get(prefix) is None:
+                monkeypatch.setitem(sys.modules, prefix, types.ModuleType(prefix))
+        vars(sys.modules[name]).update(contents)
+        return sys.modules[name]
+
+    return add
+
+
+def registering(modules: Any, release: str) -> tuple[list[str], dict[str, Any]]:
+    """An SGLang that keeps backend names where `release` does; returns what gets registered."""
+    choices: list[str] = []
+    backends: dict[str, Any] = {}
+    modules(HOMES[release], add_attention_backend_choices=choices.extend)
+    modules(
+        REGISTRY,
+        register_attention_backend=lambda name: lambda made: backends.setdefault(name, made),
+    )
+    return choices, backends
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("version", [*HOMES, "0.6.0"])
+def test_the_name_is_registered(modules: Any, home: str, version: str) -> None:
+    """An unknown release gets the name too, so that the factory can refuse it in one line."""
+    choices, backends = registering(modules, home)
+    if version in HOMES and version != home:
+        with pytest.raises(MissingError, match=f"this SGLang {version} lacks {HOMES[version]}:add"):
+            compat.register_backend("kdtree_mla", version, plugin.create)
+        return
+    compat.register_backend("kdtree_mla", version, plugin.create)
+    assert choices == ["kdtree_mla"]
+    assert backends == {"kdtree_mla": plugin.create}
+
+
+def test_a_plugin_that_finds_no_place_says_so_and_raises_nothing(
+    modules: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compat, "sglang_version", lambda: "0.5.23")
+    plugin.register()
+    (record,) = caplog.records
+    assert "kdtree_mla: this SGLang 0.5.23 lacks sglang.srt.arg_groups.choices" in record.message
+    assert "\n" not in record.message
+
+
+def test_a_release_that_nobody_has_read_is_refused() -> None:
+    for version in compat.SUPPORTED:
+        compat.require_supported(version)
+    with pytest.raises(MissingError, match=r"SGLang 0\.5\.18 is installed, expected 0\.5\.17 or"):
+        compat.require_supported("0.5.18")
+
+
+def test_every_missing_name_is_listed(modules: Any) -> None:
+    fields = dict.fromkeys(set(compat.METADATA_FIELDS) - {"mask_indptr"})
+    backend = types.SimpleNamespace(forward_extend=1, forward_decode=1, init_forward_metadata=1)
+    modules(
+        "sglang.srt.layers.attention.triton_backend",
+        TritonAttnBackend=backend,
+        ForwardMetadata=types.SimpleNamespace(__dataclass_fields__=fields),
+    )
+    missing = compat.missing_names("0.5.23")
+    triton = "sglang.srt.layers.attention.triton_backend"
+    assert f"{triton}:TritonAttnBackend.init_cuda_graph_state" in missing
+    assert f"{triton}:ForwardMetadata.mask_indptr" in missing
+    assert f"{triton}:TritonAttnBackend.forward_extend" not in missing
+    assert "sglang.srt.mem_cache.memory_pool:KVWriteLoc.for_batch" in missing
+    with pytest.raises(MissingError, match=r"this SGLang 0\.5\.23 lacks .*init_cuda_graph_state"):
+        compat.require_names("0.5.23")
+
+
+def test_where_a_row_is_written(modules: Any) -> None:
+    class Location:
+        def __init__(self, *positional: Any, **named: Any) -> None:
+            self.given = (positional, named)
+
+        @classmethod
+        def for_batch(cls, *positional: Any, **named: Any) -> Location:
+            return cls("for_batch", *positional, **named)
+
+    modules("sglang.srt.mem_cache.memory_pool", KVWriteLoc=Location)
+    batch = types.SimpleNamespace(out_cache_loc="slots")
+    metadata = types.SimpleNamespace(swa_out_cache_loc="swa", out_cache_loc_full_physical="full")
+    old = compat.write_location("0.5.17", batch, metadata)
+    assert old.given == (("slots", "swa"), {"full_loc": "full"})
+    new = compat.write_location("0.5.23", batch, metadata)
+    assert new.given == (("for_batch", batch), {"swa_loc": "swa"})
+
+
+def test_a_pool_that_renames_its_slots_is_seen(modules: Any) -> None:
+    kinds = types.SimpleNamespace(FULL="full")
+    modules("sglang.srt.mem_cache.kv_loc_plan", IdSpaceKind=kinds)
+
+    def backend(write: Any, read: Any) -> Any:
+        space = types.SimpleNamespace(write=write, read_v2p=read)
+        translator = types.SimpleNamespace(space=lambda kind: space if kind == "full" else None)
+        return types.SimpleNamespace(_translate_kv_loc=write, kv_index_translator=translator)
+
+    for version in compat.SUPPORTED:
+        assert not compat.renames_slots(version, backend(None, None))
+        assert compat.renames_slots(version, backend(lambda slots: slots, None))
+    assert compat.renames_slots("0.5.23", backend(None, "a table"))
+
+
+def test_the_backends_of_a_runner() -> None:
+    arguments = types.SimpleNamespace(get_attention_backends=lambda: ("fa3", "kdtree_mla"))
+    old = types.SimpleNamespace(server_args=arguments)
+    new = types.SimpleNamespace(
+        prefill_attention_backend_str="fa3", decode_attention_backend_str="kdtree_mla"
+    )
+    assert compat.attention_backends("0.5.17", old) == ("fa3", "kdtree_mla")
+    assert compat.attention_backends("0.5.23", new) == ("fa3", "kdtree_mla")

@@ -1,0 +1,186 @@
+"""Phase 3's gates, tried on a server that is not there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from kdtree_engine.errors import MissingError
+from phases.gate import Context, FailureKind, GateFailure
+from phases.p3_backend_wiring import PHASE, checks
+from phases.requirement import Requirement
+from phases.service import ServiceFailed, Tokens
+
+
+class FakeServer:
+    """Answers as stock SGLang would; `faults` name what is wrong with it."""
+
+    def __init__(self, *faults: str) -> None:
+        self.faults = faults
+        self.started: list[tuple[Sequence[str], Mapping[str, str]]] = []
+
+    @contextlib.contextmanager
+    def __call__(
+        self,
+        arguments: Sequence[str],
+        *,
+        log: pathlib.Path,
+        environment: Mapping[str, str],
+        limit_s: float,
+    ) -> Iterator[Any]:
+        self.started.append((arguments, environment))
+        faults = self.faults
+        kernel, tree = "kdtree_mla" in arguments, "NGRAM" in arguments
+        spoiled = environment.get("KD_TEST_WRONG_MASK") == "1" and "mask is ignored" not in faults
+        counts = {"decode": 9} if kernel and not tree else {}
+        if tree:
+            counts = {"verify": 9, "branching": 5, "moved": 2, "accepted": 7}
+            counts |= {name: 0 for name in counts if f"no {name}" in faults}
+        if kernel:
+            pathlib.Path(environment["KD_TEST_OBSERVED"]).write_text(json.dumps(counts))
+        log.write_text("Failed to apply hooks\n" if tree and "hooks" in faults else "well\n")
+
+        class Answers:
+            def generate(self, prompts: Sequence[Tokens], count: int) -> list[Tokens]:
+                return [self.one(prompt, count) for prompt in prompts]
+
+            generate_at_once = generate
+
+            def one(self, prompt: Tokens, count: int) -> Tokens:
+                tokens = [sum(prompt) + step for step in range(count)]
+                if spoiled or (tree and "late token" in faults and prompt[0] % 2):
+                    tokens[-1] += 1
+                return tuple(tokens)
+
+        yield Answers()
+
+
+@pytest.fixture
+def ctx(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Context:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return Context(seed=1, scratch=tmp_path)
+
+
+def test_the_gates_that_the_plan_names() -> None:
+    assert {gate.name: (set(gate.requires), gate.check is not None) for gate in PHASE.gates} == {
+        "plugin-installs-clean": ({Requirement.SGLANG}, True),
+        "plugin-self-check": ({Requirement.SGLANG}, True),
+        "service-token-exact": ({Requirement.SGLANG}, True),
+        "conformance-kit-eager": ({Requirement.GPU, Requirement.SGLANG}, False),
+        "eager-speed": ({Requirement.GPU, Requirement.SERVICE}, False),
+    }
+
+
+def test_the_gates_change_with_the_plugin_and_with_the_test_support(root: pathlib.Path) -> None:
+    for gate in PHASE.gates:
+        if gate.check is not None:
+            files = {path for pattern in gate.data for path in root.glob(pattern)}
+            assert root / "kdtree-engine/kdtree_engine/sglang_ext/backend.py" in files
+            assert root / "tests/support/sglang_cpu/kd_sglang_cpu/standins.py" in files
+
+
+def test_equal_tokens_pass(ctx: Context) -> None:
+    server = FakeServer()
+    figures = checks.service_token_exact(ctx, start=server, new_tokens=4)
+    assert [(figure.name, figure.value) for figure in figures] == [
+        ("tokens equal", 2 * 2 * 6 * 4),
+        ("branching trees", 5),
+        ("accepted nodes", 7),
+        ("moved rows", 2),
+        ("answers that a wrong mask changes", 12),
+    ]
+    names = [
+        arguments[arguments.index("--attention-backend") + 1] for arguments, _ in server.started
+    ]
+    assert names == ["triton", "kdtree_mla", "kdtree_mla", "kdtree_mla"]
+    assert [environment.get("KDTREE_DECODE") for _, environment in server.started] == [
+        *(None, "1", None, None)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "says"),
+    [
+        ("late token", FailureKind.TOKEN_MISMATCH, r"trees on the kernel: answer \d differs .* 3:"),
+        ("mask is ignored", FailureKind.TOKEN_MISMATCH, "a mask of ones changes no token"),
+        ("no branching", FailureKind.TOKEN_MISMATCH, "no tree branched"),
+        ("no moved", FailureKind.TOKEN_MISMATCH, "no accepted row was moved"),
+        ("hooks", FailureKind.LAUNCH, "trees: its log says: Failed to apply hooks"),
+    ],
+)
+def test_a_fault_of_the_service_fails(
+    ctx: Context, fault: str, kind: FailureKind, says: str
+) -> None:
+    with pytest.raises(GateFailure, match=says) as caught:
+        checks.service_token_exact(ctx, start=FakeServer(fault), new_tokens=4)
+    assert caught.value.kind is kind
+
+
+def test_a_gpu_host_is_told_that_its_part_is_unwritten(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for gate in (checks.service_token_exact, checks.plugin_self_check):
+        with pytest.raises(MissingError, match="no part for a GPU host yet"):
+            gate(ctx)
+
+
+CASE = checks.Refusal("case", "kdtree_mla: this is why")
+SERVES = (
+    "kdtree_mla: SGLang 0.5.23; cpu; library: CPU implementation (for tests, slow); verify\n"
+    "kdtree_mla: KDTREE_VERFY is set and nothing reads it (did you mean KDTREE_VERIFY?)\n"
+)
+
+
+def logging_server(refused: str | None, served: str = SERVES) -> Any:
+    """A server that stops with `refused` in its log, or serves; the right one prints `served`."""
+
+    @contextlib.contextmanager
+    def start(
+        arguments: Sequence[str], *, log: pathlib.Path, environment: Mapping[str, str], **_: Any
+    ) -> Iterator[Any]:
+        right = "KDTREE_VERFY" in environment
+        log.write_text(served if right else refused or "")
+        if not right and refused is not None:
+            raise ServiceFailed("ended")
+
+        class Answers:
+            def generate(self, prompts: Sequence[Tokens], count: int) -> list[Tokens]:
+                return [(1,) * count for _ in prompts]
+
+        yield Answers()
+
+    return start
+
+
+def test_a_plugin_that_refuses_in_one_line_and_serves_passes(ctx: Context) -> None:
+    start = logging_server("[x] kdtree_mla: this is why (do that); the server stops\n")
+    (figure,) = checks.plugin_self_check(ctx, start=start, refusals=[CASE])
+    assert figure.value == 2
+
+
+@pytest.mark.parametrize(
+    ("start", "says"),
+    [
+        (logging_server(None), "case: expected a line with .* it serves"),
+        (logging_server("Traceback\n"), "it stopped and said nothing of it"),
+        (logging_server("kdtree_mla: other; the server stops\n"), "said .*kdtree_mla: other"),
+        (logging_server("kdtree_mla: this is why; the server stops\n", ""), "got 0"),
+        (logging_server("kdtree_mla: this is why; the server stops\n", SERVES * 2), "got 2"),
+        (
+            logging_server("kdtree_mla: this is why; the server stops\n", SERVES + "Failed to x\n"),
+            "the log of a right server says: Failed to x",
+        ),
+    ],
+)
+def test_a_plugin_that_says_too_little_or_too_much_fails(
+    ctx: Context, start: Any, says: str
+) -> None:
+    with pytest.raises(GateFailure, match=says):
+        checks.plugin_self_check(ctx, start=start, refusals=[CASE])

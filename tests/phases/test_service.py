@@ -1,0 +1,144 @@
+"""The server of a gate: waited for, asked, ended; here a few lines of Python in SGLang's place."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from phases.service import ServiceFailed, failures_in, server_python, serving
+
+SERVER = """
+import http.server, json, os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("pids", os.getpid(), child.pid, flush=True)
+asked = []
+class Handler(http.server.BaseHTTPRequestHandler):
+    def answer(self, body, code=200):
+        self.send_response(code)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+    def do_GET(self):
+        asked.append(1)
+        self.answer({}, 200 if len(asked) > 2 else 503)
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        count = body["sampling_params"]["max_new_tokens"]
+        if count == 13:
+            return self.answer({}, 500)
+        self.answer([{"output_ids": [sum(ids)] * count} for ids in body["input_ids"]])
+    def log_message(self, *_):
+        pass
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+COMMAND = (sys.executable, "-c", SERVER)
+
+
+def pids(log: pathlib.Path) -> list[int]:
+    (line,) = (line for line in log.read_text().splitlines() if line.startswith("pids"))
+    return [int(word) for word in line.split()[1:]]
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that has ended and waits to be collected does not."""
+    try:
+        return "\nState:\tZ" not in pathlib.Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def gone(wanted: list[int]) -> bool:
+    for _ in range(100):
+        if not any(map(alive, wanted)):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_it_is_asked_and_then_ended_with_its_children(tmp_path: pathlib.Path) -> None:
+    log = tmp_path / "log"
+    with serving([], log=log, command=COMMAND) as service:
+        assert service.generate([(1, 2), (3,)], 2) == [(3, 3), (3, 3)]
+        assert service.generate_at_once([(1,), (2,), (3,)], 1) == [(1,), (2,), (3,)]
+        running = pids(log)
+        assert all(map(alive, running))
+    assert gone(running)
+
+
+def test_an_error_in_the_block_ends_it_too(tmp_path: pathlib.Path) -> None:
+    log = tmp_path / "log"
+    with pytest.raises(ZeroDivisionError), serving([], log=log, command=COMMAND):
+        _ = 1 / 0
+    assert gone(pids(log))
+
+
+def test_a_gate_that_is_killed_leaves_no_server(root: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    log = tmp_path / "log"
+    script = f"""
+    import pathlib, time
+    from phases.service import serving
+    with serving([], log=pathlib.Path({str(log)!r}), command={COMMAND!r}):
+        print("ready", flush=True)
+        time.sleep(600)
+    """
+    gate = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "kdtree-engine")])},
+    )
+    assert gate.stdout is not None
+    with gate.stdout as printed:
+        assert printed.readline() == b"ready\n"
+        gate.send_signal(signal.SIGKILL)
+    gate.wait()
+    assert gone(pids(log))
+
+
+def test_a_server_that_ends_is_reported_with_its_last_words(tmp_path: pathlib.Path) -> None:
+    command = (sys.executable, "-c", "print('no such backend'); raise SystemExit(2)")
+    with (
+        pytest.raises(
+            ServiceFailed, match="ended before it was healthy\nno such backend"
+        ) as caught,
+        serving([], log=tmp_path / "log", command=command),
+    ):
+        pytest.fail("it is not healthy")
+    assert "exit code 2" in str(caught.value)
+
+
+def test_a_server_that_hangs_is_ended_after_its_time(tmp_path: pathlib.Path) -> None:
+    command = (sys.executable, "-c", "import time; print('loading', flush=True); time.sleep(600)")
+    begun = time.monotonic()
+    with (
+        pytest.raises(ServiceFailed, match=r"not healthy after 1\.5 s\nloading"),
+        serving([], log=tmp_path / "log", command=command, limit_s=1.5),
+    ):
+        pytest.fail("it is not healthy")
+    assert time.monotonic() - begun < 30
+
+
+def test_an_error_of_the_server_is_an_error(tmp_path: pathlib.Path) -> None:
+    with (
+        serving([], log=tmp_path / "log", command=COMMAND) as service,
+        pytest.raises(ServiceFailed, match="no answer from the server: HTTP Error 500"),
+    ):
+        service.generate([(1,)], 13)
+
+
+def test_failures_that_sglang_only_logs() -> None:
+    log = "all well\nFailed to get yes/no token IDs\n[x] Failed to apply hooks to sglang.y\n"
+    assert failures_in(log) == ["[x] Failed to apply hooks to sglang.y"]
+
+
+def test_which_python_has_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KD_SGLANG_PYTHON", raising=False)
+    assert server_python() == sys.executable
+    monkeypatch.setenv("KD_SGLANG_PYTHON", "elsewhere/python")
+    assert server_python() == "elsewhere/python"

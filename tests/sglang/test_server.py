@@ -1,0 +1,37 @@
+"""The real SGLang on this machine: phase 3's gates, run for real."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from phases.gate import Context
+from phases.p3_backend_wiring import checks
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+
+@pytest.fixture
+def ctx(tmp_path: pathlib.Path) -> Context:
+    """The logs of the servers stay in `tmp_path`."""
+    return Context(seed=1, scratch=tmp_path)
+
+
+def test_trees_on_the_kernel_give_the_tokens_of_stock_decoding(ctx: Context) -> None:
+    """Four servers; the last one has a wrong mask, and must give other tokens."""
+    found = {figure.name: figure.value for figure in checks.service_token_exact(ctx)}
+    assert found["tokens equal"] == 2 * 2 * 6 * 48
+    assert found["branching trees"] >= 20
+    assert found["moved rows"] >= 10
+    assert found["answers that a wrong mask changes"] >= 6
+
+
+def test_the_plugin_stops_a_server_that_it_cannot_serve(ctx: Context) -> None:
+    (figure,) = checks.plugin_self_check(ctx)
+    assert figure.value == len(checks.REFUSALS) + 1
+
+
+def test_the_wheel_changes_no_other_package_and_loads_fast(ctx: Context) -> None:
+    (figure,) = checks.plugin_installs_clean(ctx)
+    assert figure.value > 100

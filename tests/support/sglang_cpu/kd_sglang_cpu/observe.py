@@ -1,0 +1,115 @@
+"""What a test must know of a running server: that trees branched, and rows were moved.
+
+KD_TEST_OBSERVED   a JSON file that is kept up to date with the counts
+KD_TEST_WRONG_MASK with 1, every node sees every node of its tree: the tokens must come out wrong
+
+Two more make a server on which the plugin must refuse to run:
+
+KD_TEST_SGLANG_VERSION what the plugin is told that the installed SGLang is
+KD_TEST_REMOVED        `module:name`, taken out of SGLang before the plugin looks for it
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import importlib
+import json
+import os
+import pathlib
+from typing import Any
+
+import torch
+
+_counts: collections.Counter[str] = collections.Counter()
+
+
+def install() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("kdtree_engine.sglang_ext.start_up.made", _watch, HookType.AFTER)
+    version = os.environ.get("KD_TEST_SGLANG_VERSION")
+    if version:
+        from kdtree_engine.sglang_ext import compat
+
+        compat.sglang_version = lambda: version
+    if os.environ.get("KD_TEST_REMOVED"):
+        HookRegistry.register("kdtree_engine.sglang_ext.start_up.made", _remove, HookType.BEFORE)
+
+
+def seen() -> dict[str, int]:
+    """The counts of this process."""
+    return dict(_counts)
+
+
+def accepted(index: torch.Tensor, count: torch.Tensor, candidates: torch.Tensor) -> None:
+    """Count accepted nodes, and those whose KV row the server must move to the front.
+
+    index: [batch, depth], rows of q of the accepted path, root first; count: [batch], without the
+    root; candidates: [batch, nodes].
+    """
+    nodes = candidates.shape[1]
+    for request, (path, length) in enumerate(zip(index.tolist(), count.tolist(), strict=True)):
+        _counts["accepted"] += length
+        _counts["moved"] += sum(
+            path[depth] != request * nodes + depth for depth in range(1, length + 1)
+        )
+    _save()
+
+
+def _remove(*_: Any, **__: Any) -> None:
+    module, _, path = os.environ["KD_TEST_REMOVED"].partition(":")
+    above, _, last = path.rpartition(".")
+    owner = importlib.import_module(module)
+    delattr(functools.reduce(getattr, filter(None, above.split(".")), owner), last)
+
+
+def _watch(backend: Any, *_: Any, **__: Any) -> None:
+    """Wrap the one method through which every call of the kernel goes."""
+    cls = type(backend)
+    if not hasattr(cls, "_attend") or hasattr(cls, "_kd_watched"):
+        return
+    attend = cls._attend
+
+    def observed(self: Any, q: torch.Tensor, layer: Any, batch: Any, **rest: Any) -> torch.Tensor:
+        verify = rest["qo_indptr"] is not self._one_each and rest["max_nodes"] > 1
+        if layer.layer_id == 0:
+            _counts["verify" if verify else "decode"] += rest["qo_indptr"].shape[0] - 1
+            if verify:
+                _counts["branching"] += sum(
+                    _branches(tree) for tree in _trees(rest, self.forward_metadata.kv_indptr)
+                )
+            _save()
+        if verify and os.environ.get("KD_TEST_WRONG_MASK") == "1":
+            rest["mask"] = torch.ones_like(rest["mask"])
+        out: torch.Tensor = attend(self, q, layer, batch, **rest)
+        return out
+
+    cls._attend = observed
+    cls._kd_watched = True
+
+
+def _trees(call: dict[str, Any], kv_indptr: torch.Tensor) -> list[torch.Tensor]:
+    """The T x T part of each request's mask of layout "full", T x (L + T) bytes."""
+    assert call["mask_layout"] == "full", call["mask_layout"]
+    trees = []
+    lengths, nodes = kv_indptr.diff().tolist(), call["qo_indptr"].diff().tolist()
+    for start, length, count in zip(call["mask_indptr"].tolist(), lengths, nodes, strict=False):
+        rows = call["mask"][start : start + count * (length + count)].view(count, -1)
+        trees.append(rows[:, length:].bool())
+    return trees
+
+
+def _branches(tree: torch.Tensor) -> bool:
+    """Whether two nodes have one parent. tree: [T, T], who sees whom; parents come first."""
+    columns = torch.arange(tree.shape[0])
+    parents = torch.where(tree.tril(-1), columns, -1).amax(dim=1)[1:].tolist()
+    return len(set(parents)) < len(parents)
+
+
+def _save() -> None:
+    path = os.environ.get("KD_TEST_OBSERVED")
+    if path:
+        new = pathlib.Path(f"{path}.{os.getpid()}")
+        new.write_text(json.dumps(_counts))
+        new.replace(path)
