@@ -462,6 +462,7 @@ def bench_kernel(
     """Time the kernel on this machine's GPU, against the card's ceilings and installed peers."""
     from phases import bench as work
     from phases.bench_table import COLUMNS, bench_rows, ceilings
+    from phases.peers import PEERS
     from phases.requirement import Requirement
 
     chosen = [work.parse_regime(text) for text in regimes] or list(work.REGIMES)
@@ -478,7 +479,7 @@ def bench_kernel(
         machine=machine,
         command=["kd", *sys.argv[1:]],
         progress=_say_timed,
-        peers=work.PEERS if peers else (),
+        peers=PEERS if peers else (),
     )
     if as_json:
         click.echo(file.read_text(encoding="utf-8"), nl=False)
