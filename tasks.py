@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pathlib
+import shlex
 import signal
 import socket
 import sys
@@ -57,6 +58,14 @@ Exit codes:
   1    a tile was wrong, or could not be run; the table is as it was
   2    wrong usage or configuration
   3    no GPU, or no kernel library
+"""
+
+
+SERVE_EPILOG = """\b
+Exit codes:
+  2    wrong usage or configuration
+  3    SGLang is not installed there, or the host cannot be reached yet
+Else those of the server, which takes this command's place.
 """
 
 
@@ -487,6 +496,54 @@ def bench_kernel(
         _print_table(COLUMNS, bench_rows(bench))
         click.echo(f"{ceilings(bench)}; {file}")
     ctx.exit(ExitCode.PASSED if bench.right else ExitCode.FAILED)
+
+
+@cli.command("serve", epilog=SERVE_EPILOG)
+@_host_option
+@click.option(
+    "--phase",
+    "wanted",
+    required=True,
+    metavar="N",
+    help="Whose service profile is added.",
+    shell_complete=_completing(_phase_names),
+)
+@click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
+@_json_option
+@click.argument("extra", nargs=-1, metavar="[-- SGLANG ARGUMENTS]", type=click.UNPROCESSED)
+def serve(
+    host_name: str, wanted: str, dry_run: bool, as_json: bool, extra: tuple[str, ...]
+) -> None:
+    """Start SGLang in the foreground with a phase's profile, to try it.
+
+    --json prints with --dry-run. Ctrl-C ends the server.
+    """
+    from phases.registry import find_phase
+    from phases.serve import require_sglang, serve_line
+    from phases.service import server_python
+    from remote.connection import connect
+
+    host = _host(host_name)
+    connect(host).close()
+    service = host.service
+    line = serve_line(
+        find_phase(_phases(), wanted),
+        python=host.python or server_python(),
+        host_arguments=() if service is None else service.command_line(),
+        extra=extra,
+    )
+    shown = shlex.join([*(f"{k}={v}" for k, v in line.environment.items()), *line.command])
+    if dry_run:
+        if as_json:
+            _print_json({"command": line.command, "environment": dict(line.environment)})
+        else:
+            click.echo(shown)
+        return
+    require_sglang(line.command[0])
+    click.echo(f"kd: {shown}", err=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execvpe(line.command[0], line.command, os.environ | line.environment)
 
 
 @cli.command("tune", epilog=TUNE_EPILOG)

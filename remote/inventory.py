@@ -101,6 +101,15 @@ class Service(_Model):
     arguments: Annotated[tuple[_Line, ...], pydantic.Field(strict=False)] = ()
     environment: Annotated[tuple[_Variable, ...], pydantic.Field(strict=False)] = ()
 
+    def command_line(self) -> tuple[str, ...]:
+        """The arguments of `sglang.launch_server` that these fields say."""
+        return (
+            *("--model-path", self.model_path),
+            *("--tp-size", str(self.tensor_parallel)),
+            *("--port", str(self.port)),
+            *self.arguments,
+        )
+
     @pydantic.field_validator("arguments")
     @classmethod
     def _no_second_way_to_say_it(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:

@@ -235,3 +235,20 @@ def test_ctrl_c_is_exit_130_and_leaves_interrupted_on_record(
     assert errors.splitlines()[-1] == "kd: interrupted"
     (record,) = (state / "evidence").glob("*.json")
     assert "interrupted" in {gate["status"] for gate in json.loads(record.read_text())["gates"]}
+
+
+def test_serve_says_what_it_would_start(kd: Kd) -> None:
+    said = kd("serve", "--phase", "4", "--dry-run", "--", "--model-path", "/m x", "--port", "5")
+    assert said.returncode == 0
+    assert said.stdout.endswith(
+        " -m sglang.launch_server --attention-backend kdtree_mla --model-path '/m x' --port 5\n"
+    )
+    given = json.loads(
+        kd("serve", "--phase", "6", "--dry-run", "--json", "--", "--model-path", "m").stdout
+    )
+    assert given["environment"] == {"KDTREE_DEFRAG": "tier0"}
+    refused = kd("serve", "--phase", "4")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "no model is named" in refused.stderr
+    far = kd("serve", "--host", "ct200", "--phase", "4", "--", "--model-path", "m")
+    assert far.returncode == 3

@@ -1,0 +1,59 @@
+"""The command line of a server with a phase's profile."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from kdtree_engine.errors import ConfigError, MissingError
+from phases.registry import find_phase, load_phases
+from phases.serve import require_sglang, serve_line
+from remote.inventory import Service
+
+
+def test_the_profile_comes_after_the_host_and_before_the_user() -> None:
+    service = Service(
+        manager="systemd",
+        unit="sglang",
+        model_path="/srv/model",
+        tensor_parallel=8,
+        port=30001,
+        arguments=("--page-size", "1"),
+    )
+    line = serve_line(
+        find_phase(load_phases(), "3"),
+        python="/opt/python",
+        host_arguments=service.command_line(),
+        extra=("--port", "1"),
+    )
+    assert line.command == (
+        *("/opt/python", "-m", "sglang.launch_server"),
+        *("--model-path", "/srv/model", "--tp-size", "8", "--port", "30001", "--page-size", "1"),
+        *("--attention-backend", "kdtree_mla", "--disable-cuda-graph"),
+        *("--port", "1"),
+    )
+    assert line.environment == {}
+
+
+def test_a_phase_brings_its_variables() -> None:
+    line = serve_line(find_phase(load_phases(), "6"), python="p", extra=("--model-path=m",))
+    assert line.environment == {"KDTREE_DEFRAG": "tier0"}
+    assert "--disable-cuda-graph" not in line.command
+
+
+def test_a_phase_without_a_profile_and_a_server_without_a_model_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"phase 1 \(offline_kernel\) has no service profile"):
+        serve_line(find_phase(load_phases(), "1"), python="p", extra=("--model-path", "m"))
+    with pytest.raises(ConfigError, match="no model is named"):
+        serve_line(find_phase(load_phases(), "4"), python="p", extra=("--port", "3"))
+
+
+def test_a_python_without_sglang_is_named() -> None:
+    with pytest.raises(MissingError, match=r"/nowhere/python cannot be run"):
+        require_sglang("/nowhere/python")
+    try:
+        import sglang  # noqa: F401
+    except ImportError:
+        with pytest.raises(MissingError, match="SGLang is not installed for"):
+            require_sglang(sys.executable)
