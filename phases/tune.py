@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -22,6 +23,7 @@ import torch
 from kdtree_engine.atomic import write_atomically
 from kdtree_engine.attention import tree_verify_attention
 from kdtree_engine.build import origin_of, require_current, sources_digest
+from kdtree_engine.errors import ConfigError
 from kdtree_engine.library import (
     WGMMA_BLOCK_TOKENS,
     Kernels,
@@ -45,6 +47,7 @@ from kdtree_engine.tuning import (
     Unmeasured,
     architecture_of,
     load_table,
+    parse_table,
     table_text,
 )
 from phases.checkout import Checkout
@@ -215,6 +218,10 @@ def tune(
         _record, machine=machine, nvcc=nvcc, revision=checkout.revision(), command=command
     )
     state = checkout.state / "tune" / f"{made.run}.json"
+    folder = tables or checkout.root / "kdtree-engine" / "kdtree_engine" / "tables"
+    file = folder / f"{part.architecture}.json"
+    old = load_table(file) if file.is_file() else predicted_table(part.architecture, part.tiles)
+    require_whole(old, part, regimes)
     sweep(
         made,
         library,
@@ -228,14 +235,13 @@ def tune(
     record = (evidence or checkout.kept_evidence / "tuning") / name
     if not made.right:
         return Outcome(made, state, None, None)
-    folder = tables or checkout.root / "kdtree-engine" / "kdtree_engine" / "tables"
-    file = folder / f"{part.architecture}.json"
-    old = load_table(file) if file.is_file() else predicted_table(part.architecture, part.tiles)
     where = record.relative_to(checkout.root) if checkout.root in record.parents else record
     table = tuned_table(old, made, where.as_posix())
+    text = table_text(table)
+    parse_table(json.loads(text), str(file))  # what could not be loaded is not written
     # The record first: a table never names one that is not there.
     write_atomically(record, describe(made))
-    write_atomically(file, table_text(table))
+    write_atomically(file, text)
     return Outcome(made, record, table, file)
 
 
@@ -268,6 +274,7 @@ def sweep(
         if launch in known:
             same = dataclasses.replace(known[launch], candidate=candidate, same_launch=True)
             made.trials.append(same)
+            keep()
             continue
         with _forced(library, candidate.configuration):
             known[launch] = _trial(candidate, regime, operation, timer, device, made, bandwidth)
@@ -353,28 +360,69 @@ def _body_of(tile: CompiledTile) -> str:
 def _entries(
     before: Body, trials: Sequence[Trial], measured: Callable[..., Entry]
 ) -> Iterator[Entry]:
-    """The entries of a body: those of `before` where nothing was tried, new ones elsewhere."""
-    for limit, old in itertools.groupby(before.entries, key=lambda entry: entry.rows_up_to):
-        kept = list(old)
+    """The entries of a body: those of `before` for batches where nothing was tried, new elsewhere.
+
+    An old entry that was measured at other batches too is cut, so that those keep what they had.
+    """
+    for limit, entries in itertools.groupby(before.entries, key=lambda entry: entry.rows_up_to):
         here = [trial for trial in trials if _limit_of(before, trial.regime) == limit]
-        if not here:
-            yield from kept
-            continue
-        # Neighbouring batches that want the same configuration share an entry.
-        batches = sorted({trial.regime.batch for trial in here})
-        wanted = [
-            _best([trial for trial in here if trial.regime.batch == batch]) for batch in batches
-        ]
-        groups = itertools.groupby(zip(wanted, batches, strict=True), key=lambda pair: pair[0])
-        shared = [[batch for _, batch in pairs] for _, pairs in groups]
-        for group in shared:
-            last = group is shared[-1]
-            yield measured(
-                limit,
-                None if last else group[-1],
-                [trial for trial in here if trial.regime.batch in group],
-                wanted[batches.index(group[0])],
+        above = 0
+        for old in entries:
+            yield from _cut(old, [t for t in here if _covers(above, old, t.regime.batch)], measured)
+            above = old.batch_up_to or above
+
+
+def _covers(above: int, entry: Entry, batch: int) -> bool:
+    return above < batch and (entry.batch_up_to is None or batch <= entry.batch_up_to)
+
+
+def _cut(old: Entry, trials: Sequence[Trial], measured: Callable[..., Entry]) -> Iterator[Entry]:
+    if not trials:
+        yield old
+        return
+    best = {
+        batch: _best([trial for trial in trials if trial.regime.batch == batch])
+        for batch in {trial.regime.batch for trial in trials}
+    }
+    past = old.provenance.times if isinstance(old.provenance, Measured) else ()
+    batches = sorted({*best, *(time.batch for time in past)})
+    # Neighbouring batches that want the same configuration share an entry. None: the old one.
+    groups = [list(group) for _, group in itertools.groupby(batches, key=best.get)]
+    for group in groups:
+        up_to = old.batch_up_to if group is groups[-1] else group[-1]
+        if group[0] in best:
+            chosen = [trial for trial in trials if trial.regime.batch in group]
+            yield measured(old.rows_up_to, up_to, chosen, best[group[0]])
+        else:
+            assert isinstance(old.provenance, Measured)
+            times = tuple(time for time in past if time.batch in group)
+            kept = dataclasses.replace(old.provenance, times=times)
+            yield dataclasses.replace(old, batch_up_to=up_to, provenance=kept)
+
+
+def require_whole(table: Table, part: Part, regimes: Sequence[Regime]) -> None:
+    """Raises ConfigError where a tried batch was measured at lengths or shapes that are not tried.
+
+    Lengths are no part of an entry's key: one of them alone must not choose for the others.
+    """
+    tried = {(regime.batch, regime.heads, regime.nodes, regime.prefix) for regime in regimes}
+    left: set[str] = set()
+    for name in {_body_of(tile) for tile in part.tiles} & set(table.bodies):
+        for regime in regimes:
+            entry = table.bodies[name].entry(
+                regime.heads * regime.nodes, regime.batch, deterministic=False
             )
+            past = entry.provenance.times if isinstance(entry.provenance, Measured) else ()
+            for time in past:
+                shape = (time.batch, time.heads, time.nodes, time.prefix)
+                if time.batch == regime.batch and shape not in tried:
+                    left.add(",".join(map(str, shape)))
+    if left:
+        raise ConfigError(
+            "the entry that these launches go by was measured at more lengths or shapes of the "
+            "same batch, which would lose their say",
+            remedy="add " + " ".join(f"--regime {one}" for one in sorted(left)),
+        )
 
 
 def _limit_of(body: Body, regime: Regime) -> int | None:
@@ -431,7 +479,7 @@ def _launch(part: Part, regime: Regime, candidate: Candidate) -> tuple[object, .
         return True, one.row_tile, one.block_tokens
     lanes = min(-(-regime.heads * regime.nodes // one.row_tile), part.processors)
     blocks = -(-(regime.prefix + regime.nodes) // one.block_tokens)
-    line = regime.batch * (PIECE_COST + blocks)
+    line = regime.batch * ((PIECE_COST if regime.batch > 1 else 0) + blocks)
     share = max(-(-line // (part.processors // lanes)), one.min_blocks)
     return False, one.row_tile, one.block_tokens, share
 
@@ -471,9 +519,11 @@ def _trial(
             copy_bandwidth=bandwidth,
             repeats=made.repeats,
         )
+        if not (math.isfinite(timing.median_us) and timing.median_us >= 0.01):
+            raise ImplausibleTiming(f"a call took {timing.median_us} us")
     except GateFailure as error:  # of the timer: an output was wrong under the clock
         return Trial(candidate, regime, "wrong", str(error))
-    except (ImplausibleTiming, RuntimeError, ValueError) as error:
+    except Exception as error:  # one bad tile does not end a long sweep
         told = " ".join(str(error).split()) or "no message"
         return Trial(candidate, regime, "failed", f"{type(error).__name__}: {told}"[:400])
     return Trial(candidate, regime, "right", timing=timing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import tasks
 from kdtree_engine.attention import tree_verify_attention
 from kdtree_engine.build import CompileError
-from kdtree_engine.errors import MissingError
+from kdtree_engine.errors import ConfigError, MissingError
 from kdtree_engine.machine import Gpu, Machine
 from kdtree_engine.timing import Timing
 from kdtree_engine.tuning import (
@@ -152,10 +153,10 @@ def test_a_launch_that_is_the_same_is_timed_once(
         return timing(10.0)
 
     outcome, _ = run(
-        root, tmp_path, [Regime(1, 4, 3, 10), LONG], ordered({}), part=part, timer=timer
+        root, tmp_path, [Regime(1, 4, 3, 40), LONG], ordered({}), part=part, timer=timer
     )
-    # 13 tokens are a share of 2 stages: least counts of 1 and 2 are one launch, and 4 is another.
-    assert called == [10, 10, 90]
+    # 43 tokens are a share of 2 stages: least counts of 1 and 2 are one launch, and 4 is another.
+    assert called == [40, 40, 90]
     same = [trial.same_launch for trial in outcome.sweep.trials]
     assert same == [False, True, False, False, True, True]
     rows = json.loads(outcome.record.read_text())["measurements"]
@@ -192,6 +193,55 @@ def test_batches_that_want_another_tile_get_an_entry(
         "24x16/1",
         *["32x16/1"] * 4,
     ]
+
+
+def test_one_request_has_no_cost_of_its_own_in_the_share(
+    root: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """13 tokens of one request are one stage: each least count is a launch of its own."""
+    part = dataclasses.replace(PART, processors=2, tiles=TILES[-1:])
+    outcome, _ = run(root, tmp_path, [Regime(1, 4, 3, 10)], ordered({32: 9}), part=part)
+    assert [trial.same_launch for trial in outcome.sweep.trials] == [False] * 3
+
+
+def test_other_batches_keep_what_they_were_measured_with(
+    root: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    def times(regime: Regime, one: Configuration) -> float:
+        return 10.0 + abs(one.row_tile - (24 if regime.batch == 1 else 32)) + one.min_blocks
+
+    run(root, tmp_path, [SHORT, MANY], times)
+    outcome, _ = run(root, tmp_path, [MANY], ordered({16: 10, 24: 20, 32: 30}))
+    assert [taken(outcome.table, 72, batch) for batch in (1, 2, 4, 64)] == [
+        "24x16/1 measured",
+        *["16x16/1 measured"] * 3,
+    ]
+    more, _ = run(root, tmp_path, [Regime(64, 8, 9, 40)], ordered({16: 30, 24: 20, 32: 10}))
+    assert [taken(more.table, 72, batch)[:7] for batch in (1, 4, 5, 64, 99)] == [
+        "24x16/1",
+        "16x16/1",
+        *["32x16/1"] * 3,
+    ]
+    assert more.table == load_table(more.file or pathlib.Path())
+
+
+def test_one_length_does_not_choose_for_the_others_of_its_batch(
+    root: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    run(root, tmp_path, [SHORT, LONG], ordered({16: 30, 24: 20, 32: 10}))
+    with pytest.raises(ConfigError, match="measured at more lengths") as caught:
+        run(root, tmp_path, [SHORT], ordered({16: 10, 24: 20, 32: 30}))
+    assert caught.value.remedy == "add --regime 1,8,9,90"
+
+
+@pytest.mark.parametrize("us", [math.nan, math.inf, -1.0, 0.0])
+def test_a_time_that_is_none_writes_no_table(
+    root: pathlib.Path, tmp_path: pathlib.Path, us: float
+) -> None:
+    outcome, _ = run(root, tmp_path, [SHORT], lambda at, one: us)
+    assert outcome.file is None
+    assert {trial.status for trial in outcome.sweep.trials} == {"failed"}
+    assert not list((tmp_path / "tables").iterdir())
 
 
 def test_a_full_sweep_chooses_for_deterministic_mode_too(
