@@ -104,6 +104,11 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         click.echo("kd: interrupted", err=True)
         code = ExitCode.INTERRUPTED
+    except SystemExit as error:
+        # click ends with 1 where the reader went away, and wraps stdout for Python's last flush.
+        if not type(sys.stdout).__name__.endswith("PacifyFlushWrapper"):
+            raise
+        code = 128 + signal.SIGPIPE if error.code == 1 else error.code
     except BrokenPipeError:  # the reader went away, as in `kd status | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
@@ -516,7 +521,9 @@ def serve(
 ) -> None:
     """Start SGLang in the foreground with a phase's profile, to try it.
 
-    --json prints with --dry-run. Ctrl-C ends the server.
+    A profile names the attention backend and its variables. Speculation, without which there is
+    no tree to verify, comes after --, as in --speculative-algorithm NGRAM
+    --speculative-num-draft-tokens 9. --json prints with --dry-run. Ctrl-C ends the server.
     """
     from phases.registry import find_phase
     from phases.serve import require_sglang, serve_line
@@ -1041,7 +1048,12 @@ class _Watch:
 def _console(stderr: bool = False) -> Console:
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False)
+    class Piped(Console):
+        def on_broken_pipe(self) -> None:
+            """rich would exit with 1, which says here that a gate failed; `main` knows better."""
+            raise BrokenPipeError
+
+    return Piped(stderr=stderr, highlight=False)
 
 
 _COLOURS = {

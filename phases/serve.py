@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from kdtree_engine.errors import ConfigError, MissingError
+from kdtree_engine.sglang_ext.settings import read_settings
 from phases.phase import Phase
 
 __all__ = ["ServeLine", "require_sglang", "serve_line"]
@@ -36,8 +37,15 @@ def serve_line(
     if not profile.arguments:
         raise ConfigError(
             f"phase {phase.number} ({phase.name}) has no service profile",
-            remedy="phases 3 to 7 have one",
+            remedy="phases 3 to 5 have one",
         )
+    try:
+        read_settings(profile.environment)
+    except ConfigError as error:
+        raise ConfigError(
+            f"phase {phase.number} ({phase.name}) is not written yet: {error.problem}",
+            remedy="phases 3 to 5 can be served",
+        ) from error
     arguments = (*host_arguments, *profile.arguments, *extra)
     if not any(argument.partition("=")[0] in _MODEL for argument in arguments):
         raise ConfigError(
@@ -60,5 +68,6 @@ def require_sglang(python: str) -> None:
     if found.returncode:
         raise MissingError(
             f"SGLang is not installed for {python}",
-            remedy="pip install sglang==0.5.23 there, or name another Python in KD_SGLANG_PYTHON",
+            remedy="pip install -e '.[sglang]' -e ./kdtree-engine, or name another Python in "
+            "KD_SGLANG_PYTHON",
         )

@@ -244,11 +244,28 @@ def test_serve_says_what_it_would_start(kd: Kd) -> None:
         " -m sglang.launch_server --attention-backend kdtree_mla --model-path '/m x' --port 5\n"
     )
     given = json.loads(
-        kd("serve", "--phase", "6", "--dry-run", "--json", "--", "--model-path", "m").stdout
+        kd("serve", "--phase", "3", "--dry-run", "--json", "--", "--model-path", "m").stdout
     )
-    assert given["environment"] == {"KDTREE_DEFRAG": "tier0"}
+    assert given["environment"] == {}
+    assert given["command"][-3:] == ["--disable-cuda-graph", "--model-path", "m"]
     refused = kd("serve", "--phase", "4")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "no model is named" in refused.stderr
     far = kd("serve", "--host", "ct200", "--phase", "4", "--", "--model-path", "m")
     assert far.returncode == 3
+
+
+def test_a_reader_that_goes_away_is_no_failed_gate(
+    root: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, str(root / "tasks.py"), "status"],
+        env=os.environ | {"KD_STATE": str(tmp_path / "state")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (128 + signal.SIGPIPE, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import pytest
@@ -37,9 +38,17 @@ def test_the_profile_comes_after_the_host_and_before_the_user() -> None:
 
 
 def test_a_phase_brings_its_variables() -> None:
-    line = serve_line(find_phase(load_phases(), "6"), python="p", extra=("--model-path=m",))
-    assert line.environment == {"KDTREE_DEFRAG": "tier0"}
+    phase = find_phase(load_phases(), "4")
+    profile = dataclasses.replace(phase.profile, environment={"KDTREE_DECODE": "1"})
+    phase = dataclasses.replace(phase, profile=profile)
+    line = serve_line(phase, python="p", extra=("--model-path=m",))
+    assert line.environment == {"KDTREE_DECODE": "1"}
     assert "--disable-cuda-graph" not in line.command
+
+
+def test_a_profile_that_the_plugin_would_refuse_is_not_started() -> None:
+    with pytest.raises(ConfigError, match=r"phase 6 .* not written yet: KDTREE_DEFRAG: expected"):
+        serve_line(find_phase(load_phases(), "6"), python="p", extra=("--model-path=m",))
 
 
 def test_a_phase_without_a_profile_and_a_server_without_a_model_are_refused() -> None:
