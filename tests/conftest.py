@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pathlib
+import shutil
 import signal
 from collections.abc import Iterator
 
 import pytest
 
 from kdtree_engine import timing
+from kdtree_engine.build import BuildReport, build
+from kdtree_engine.library import LIBRARY_NAME
 from phases.checkout import Checkout
 from phases.evidence import Store
 
@@ -30,6 +33,17 @@ def signals_are_heard() -> Iterator[None]:
 def root() -> pathlib.Path:
     """The root of the repository."""
     return pathlib.Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> BuildReport:
+    """The kernel library of csrc as it is, for all architectures; 40 to 110 s on two cores.
+
+    Objects that an earlier build kept are used again.
+    """
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not on PATH")
+    return build(library=tmp_path_factory.mktemp("library") / LIBRARY_NAME)
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kdtree_engine.build import CSRC, origin_of, sources_digest
+from kdtree_engine.build import CSRC, BuildReport, sources_digest
 from kdtree_engine.errors import ConfigError
-from kdtree_engine.library import PACKAGED_LIBRARY, load
+from kdtree_engine.library import load
 from kdtree_engine.resources import SHARED_LIMIT_BYTES
 from kdtree_engine.tuning import TABLES
 from phases.gate import Context, FailureKind, GateFailure
@@ -179,12 +179,10 @@ def test_sources_that_read_otherwise_are_not_guessed_at(tmp_path: pathlib.Path) 
         declared_tiles(csrc)
 
 
-def test_a_library_says_the_same_of_itself() -> None:
+@pytest.mark.slow
+def test_a_library_says_the_same_of_itself(built: BuildReport) -> None:
     """What a compiler made of the sources: no GPU is needed to ask it."""
-    pytest.importorskip("tvm_ffi")
-    if origin_of(PACKAGED_LIBRARY).get("sources") != sources_digest():
-        pytest.skip("no library is built from these sources: kd build")
-    asked, declared = library_tiles(load(PACKAGED_LIBRARY).compiled_tiles), declared_tiles()
+    asked, declared = library_tiles(load(built.library).compiled_tiles), declared_tiles()
     for architecture, tiles in asked.items():
         pairs = list(zip(tiles, declared[architecture], strict=True))
         assert all(
