@@ -71,8 +71,8 @@ kdtree::IndexArray index_array(const TensorView& t, const TensorView& q, int64_t
 kdtree::TreeVerifyParams make_params(const TensorView& q, const TensorView& kv_pool, const TensorView& qo_indptr,
                                      const TensorView& kv_indptr, const Optional<TensorView>& kv_indices,
                                      const TensorView& draft_slots, const Optional<TensorView>& mask,
-                                     const Optional<TensorView>& mask_indptr, int64_t mask_layout, double sm_scale,
-                                     int64_t max_nodes, const TensorView& out, const Optional<TensorView>& lse) {
+                                     const Optional<TensorView>& mask_indptr, double sm_scale, int64_t max_nodes,
+                                     const TensorView& out, const Optional<TensorView>& lse) {
   kdtree::TreeVerifyParams p = {};
   KD_CHECK(q.device().device_type == kDLCUDA, ValueError) << "q: expected a CUDA tensor";
   p.is_bf16 = is_type(q, kDLBfloat, 16);
@@ -106,23 +106,18 @@ kdtree::TreeVerifyParams make_params(const TensorView& q, const TensorView& kv_p
   p.draft_slots = index_array(draft_slots, q, p.num_tokens, "draft_slots");
   if (kv_indices.has_value() && p.kv_indices.data == nullptr) p.kv_indices.data = p.draft_slots.data;  // empty: never read
 
-  KD_CHECK(mask_layout >= 0 && mask_layout <= 3, ValueError)
-      << "mask_layout: expected 0 (causal), 1 (full), 2 (draft) or 3 (packed), got " << mask_layout;
-  p.mask_layout = static_cast<kdtree::MaskLayout>(mask_layout);
-  if (mask_layout != 0) {
-    KD_CHECK(mask.has_value(), ValueError) << "mask: expected with mask_layout " << mask_layout;
-    KD_CHECK(mask_indptr.has_value(), ValueError) << "mask_indptr: expected with mask_layout " << mask_layout;
+  p.mask_layout = kdtree::MaskLayout::kCausal;
+  if (mask.has_value()) {
+    KD_CHECK(mask_indptr.has_value(), ValueError) << "mask_indptr: expected with a mask";
     const TensorView& m = *mask;
-    const bool bytes = m.dtype().bits == 8 && m.dtype().lanes == 1;
-    if (mask_layout == 3) {
-      KD_CHECK(is_type(m, kDLInt, 64) || is_type(m, kDLUInt, 64), TypeError) << "mask: expected int64 words";
-    } else {
-      KD_CHECK(bytes, TypeError) << "mask: expected bool or uint8";
-    }
+    const bool words = is_type(m, kDLInt, 64) || is_type(m, kDLUInt, 64);
+    KD_CHECK(words || (m.dtype().bits == 8 && m.dtype().lanes == 1), TypeError)
+        << "mask: expected bool, uint8 or int64 words";
+    p.mask_layout = words ? kdtree::MaskLayout::kPacked : kdtree::MaskLayout::kBytes;
     check_device(m, q, "mask");
     check_contiguous(m, "mask");
     p.mask = pointer(m);
-    p.mask_indptr = index_array(*mask_indptr, q, p.batch, "mask_indptr");
+    p.mask_indptr = index_array(*mask_indptr, q, p.batch + 1, "mask_indptr");
   }
 
   KD_CHECK(max_nodes >= 1 && max_nodes <= kdtree::kMaxNodes, ValueError)
@@ -183,11 +178,11 @@ kdtree::Tuning make_tuning(int64_t row_tile, int64_t block_tokens, int64_t min_b
 // row_tile, block_tokens, min_blocks: what the tuning table says of this call; 0 is the built-in choice.
 void tree_verify_attention(TensorView q, TensorView kv_pool, TensorView qo_indptr, TensorView kv_indptr,
                            Optional<TensorView> kv_indices, TensorView draft_slots, Optional<TensorView> mask,
-                           Optional<TensorView> mask_indptr, int64_t mask_layout, double sm_scale, int64_t max_nodes,
+                           Optional<TensorView> mask_indptr, double sm_scale, int64_t max_nodes,
                            TensorView out, Optional<TensorView> lse, TensorView workspace, bool deterministic,
                            int64_t row_tile, int64_t block_tokens, int64_t min_blocks) {
   kdtree::TreeVerifyParams p = make_params(q, kv_pool, qo_indptr, kv_indptr, kv_indices, draft_slots, mask,
-                                           mask_indptr, mask_layout, sm_scale, max_nodes, out, lse);
+                                           mask_indptr, sm_scale, max_nodes, out, lse);
   p.deterministic = deterministic;
   DeviceScope scope(q.device().device_id);
   check_device(workspace, q, "workspace");
@@ -210,10 +205,10 @@ void tree_verify_attention(TensorView q, TensorView kv_pool, TensorView qo_indpt
 
 void tree_verify_attention_naive(TensorView q, TensorView kv_pool, TensorView qo_indptr, TensorView kv_indptr,
                                  Optional<TensorView> kv_indices, TensorView draft_slots, Optional<TensorView> mask,
-                                 Optional<TensorView> mask_indptr, int64_t mask_layout, double sm_scale,
-                                 int64_t max_nodes, TensorView out, Optional<TensorView> lse) {
+                                 Optional<TensorView> mask_indptr, double sm_scale, int64_t max_nodes,
+                                 TensorView out, Optional<TensorView> lse) {
   const kdtree::TreeVerifyParams p = make_params(q, kv_pool, qo_indptr, kv_indptr, kv_indices, draft_slots, mask,
-                                                 mask_indptr, mask_layout, sm_scale, max_nodes, out, lse);
+                                                 mask_indptr, sm_scale, max_nodes, out, lse);
   DeviceScope scope(q.device().device_id);
   check_launch(kdtree::launch_naive(p, stream_of(q)), "tree_verify_attention_naive");
 }

@@ -65,6 +65,7 @@ cudaError_t launch_naive(const TreeVerifyParams& p, cudaStream_t stream);
 // Device attributes, read once a device.
 struct DeviceInfo {
   int sm_count, smem_optin, cc;
+  cudaError_t error;  // of asking for these
   cudaError_t wgmma;  // whether the wgmma tiles can be launched; cudaErrorNotSupported: another capability
   unsigned* arrivals;  // of launches that merge in themselves
 };

@@ -20,9 +20,10 @@ constexpr int kMaxDevices = 64;
 
 // Where the blocks of a launch that merges in itself wait for each other: a cell a launch, so that two
 // launches on the GPU at the same time, on different streams, do not meet. A captured launch keeps its
-// cell; the cells come round after 65,536 launches.
-constexpr unsigned kArrivalCells = 1u << 16;
-__device__ unsigned arrival_cells[kArrivalCells];
+// cell for every replay, so such launches have cells of their own, which come round after 262,144 captured
+// calls of a process; those of the others come round after 65,536 launches.
+constexpr unsigned kEagerCells = 1u << 16, kCapturedCells = 1u << 18;
+__device__ unsigned arrival_cells[kEagerCells + kCapturedCells];
 
 // Q as the tensor copy engine sees it: boxes of 64 columns and a tile's rows, in the 128-byte swizzle. The
 // driver's function is asked for by name, so that the library does not link libcuda.
@@ -45,9 +46,10 @@ bool make_q_map(const TreeVerifyParams& p, CUtensorMap& map) {
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-unsigned* next_arrivals(const DeviceInfo& device) {
-  static std::atomic<unsigned> taken{0};
-  return device.arrivals + taken.fetch_add(1, std::memory_order_relaxed) % kArrivalCells;
+unsigned* next_arrivals(const DeviceInfo& device, bool captured) {
+  static std::atomic<unsigned> eager{0}, kept{0};
+  if (captured) return device.arrivals + kEagerCells + kept.fetch_add(1, std::memory_order_relaxed) % kCapturedCells;
+  return device.arrivals + eager.fetch_add(1, std::memory_order_relaxed) % kEagerCells;
 }
 
 template <template <class> class C>
@@ -151,15 +153,19 @@ const DeviceInfo& device_info(int device) {
   std::call_once(once[device], [device] {
     int major = 0, minor = 0;
     DeviceInfo& d = info[device];
-    cudaDeviceGetAttribute(&d.sm_count, cudaDevAttrMultiProcessorCount, device);
-    cudaDeviceGetAttribute(&d.smem_optin, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    const auto ask = [&](int* value, cudaDeviceAttr attribute) {
+      const cudaError_t error = cudaDeviceGetAttribute(value, attribute, device);
+      if (d.error == cudaSuccess) d.error = error;
+    };
+    ask(&d.sm_count, cudaDevAttrMultiProcessorCount);
+    ask(&d.smem_optin, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    ask(&major, cudaDevAttrComputeCapabilityMajor);
+    ask(&minor, cudaDevAttrComputeCapabilityMinor);
     d.cc = major * 10 + minor;
     d.wgmma = d.cc == 90 ? cudaSuccess : cudaErrorNotSupported;
     if (d.wgmma == cudaSuccess) {
       int cooperative = 0;
-      cudaDeviceGetAttribute(&cooperative, cudaDevAttrCooperativeLaunch, device);
+      ask(&cooperative, cudaDevAttrCooperativeLaunch);
       void* cells = nullptr;
       d.wgmma = cooperative ? cudaGetSymbolAddress(&cells, arrival_cells) : cudaErrorNotSupported;
       d.arrivals = static_cast<unsigned*>(cells);
@@ -199,6 +205,7 @@ cudaError_t launch_tree_verify(TreeVerifyParams p, const Tuning& t, void* worksp
   if (error != cudaSuccess) return error;
   if (device >= kMaxDevices) return cudaErrorInvalidDevice;
   const DeviceInfo& info = device_info(device);
+  if (info.error != cudaSuccess) return info.error;
 
   const TileKernel* tile = choose_tile(info, t, p.max_nodes * p.heads, p.deterministic != 0);
   if (tile == nullptr) return cudaErrorInvalidConfiguration;
@@ -221,7 +228,9 @@ cudaError_t launch_tree_verify(TreeVerifyParams p, const Tuning& t, void* worksp
   config.dynamicSmemBytes = tile->smem_bytes;
   config.stream = stream;
   if (tile->wgmma) {  // merges in the same launch: all its blocks have to be there at once
-    p.arrivals = next_arrivals(info);
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    if ((error = cudaStreamIsCapturing(stream, &capture)) != cudaSuccess) return error;
+    p.arrivals = next_arrivals(info, capture != cudaStreamCaptureStatusNone);
     CUtensorMap q_map;
     if (!make_q_map(p, q_map)) return cudaErrorInvalidValue;
     void* with_map[] = {&p, &q_map};

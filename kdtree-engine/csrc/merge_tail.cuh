@@ -129,7 +129,7 @@ __device__ __forceinline__ void merge_rows(const TreeVerifyParams& p, char* memo
       uint32_t to = smem_addr(values_sm) + t * 16;
 #pragma unroll 1
       for (int k = base + group; k < end; k += groups) {
-        cp_async_16_always(to, values + now);
+        cp_async_16(to, values + now);
         from += stride;
         now = from;
         to += kTeamThreads * 16;

@@ -18,13 +18,12 @@ constexpr int kMaxNodes = 128;    // tree nodes a request may have (mask bits ke
 constexpr int kThreads = 256;     // of the mma.sync attention kernels
 constexpr int kRowBytes = kQkDim * 2;
 
-// How `mask` is laid out. In every layout only the T x T part over the request's own nodes is read:
-// the whole prefix is always visible.
+// How `mask` is laid out; request b's part begins at element mask_indptr[b], row-major, a row a node. Only
+// the T x T part over the request's own nodes is read: the whole prefix is always visible.
 enum class MaskLayout : int {
   kCausal = 0,     // no mask: node t sees nodes 0..t
-  kFull = 1,       // bytes, request b at mask_indptr[b], row-major T x (L + T): SGLang's custom_mask
-  kDraft = 2,      // bytes, request b at mask_indptr[b], row-major T x T
-  kPacked = 3,     // int64 words, request b at word mask_indptr[b], ceil(T / 64) words a node
+  kBytes = 1,      // T x T where that is the step of mask_indptr, else T x (L + T): SGLang's custom_mask
+  kPacked = 2,     // int64 words, ceil(T / 64) words a node
 };
 
 // An index tensor that may hold int32 or int64: eager and captured buffers of one server differ.
@@ -58,7 +57,7 @@ struct TreeVerifyParams {
   IndexArray kv_indices;   // prefix slots; null: request b's prefix is the run of slots from kv_indptr[b]
   IndexArray draft_slots;  // [num_tokens] slots of the tree nodes' own rows
   const void* mask;
-  IndexArray mask_indptr;  // [batch or batch + 1]
+  IndexArray mask_indptr;  // [batch + 1]
   MaskLayout mask_layout;
 
   // Outputs. out is [num_tokens, heads, 512]; lse is [num_tokens, heads] natural log, or null.

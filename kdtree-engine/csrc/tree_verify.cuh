@@ -186,7 +186,7 @@ __device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece
       for (int s = 0; s < C::kStages; ++s) slots[s] = __ldg(kv.at(my_position(s)));
     }
 #if KD_BULK_COPY
-    fence_async();
+    proxy_fence();
     const uint32_t bar = pipe.smem + C::kBarriers + C::kStages * 8;
     if (tid == 0) mbarrier_arrive_expect(bar, rows * kRowBytes);
 #pragma unroll

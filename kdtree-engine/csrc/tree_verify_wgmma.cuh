@@ -129,7 +129,7 @@ class PieceQueue {
   __device__ __forceinline__ void publish(const Piece& piece, bool exists, uint32_t ahead) {
     const uint32_t number = taken_ + ahead;
     const int at = number % kPieceSlots;
-    barrier_wait(barrier<C>(smem_, C::kPieceEmpty + at), ((number / kPieceSlots) & 1) ^ 1);
+    mbarrier_wait(barrier<C>(smem_, C::kPieceEmpty + at), ((number / kPieceSlots) & 1) ^ 1);
     if ((threadIdx.x & 127) == 0) {
       Piece* entry = reinterpret_cast<Piece*>(smem_ptr_ + C::kPieces) + at;
       *entry = piece;
@@ -139,7 +139,7 @@ class PieceQueue {
   }
   // The next piece, or null after the last.
   __device__ __forceinline__ const Piece* next() {
-    barrier_wait(barrier<C>(smem_, C::kPieceFull + taken_ % kPieceSlots), (taken_ / kPieceSlots) & 1);
+    mbarrier_wait(barrier<C>(smem_, C::kPieceFull + taken_ % kPieceSlots), (taken_ / kPieceSlots) & 1);
     const Piece* piece = reinterpret_cast<const Piece*>(smem_ptr_ + C::kPieces) + taken_ % kPieceSlots;
     return piece->request < 0 ? nullptr : piece;
   }
@@ -175,8 +175,8 @@ __device__ __forceinline__ void init_barriers(uint32_t smem) {
     if (which == C::kPEmpty || which == C::kStatsEmpty) arrivals = 8;  // the warps of the values roles
     // kPieceFull: the thread that publishes; kPieceEmpty: the block's warps; kQFull: the thread that copies Q
     if (which >= C::kPieceFull) arrivals = which < C::kPieceEmpty || which >= C::kQFull ? 1 : 16;
-    barrier_init(barrier<C>(smem, which), arrivals);
-    barrier_init_done();
+    mbarrier_init(barrier<C>(smem, which), arrivals);
+    fence_mbarrier_init();
   }
 }
 
@@ -211,10 +211,10 @@ __device__ __forceinline__ void copy_role(const TreeVerifyParams& p, char* smem_
       // computed anew for each copy waits until the last copy has left the queue.
 #pragma unroll
       for (int b = 0; b < C::kColumnBlocks; ++b) {
-        barrier_wait(barrier<C>(smem, C::kEmpty + ring.slot), ring.phase ^ 1);
+        mbarrier_wait(barrier<C>(smem, C::kEmpty + ring.slot), ring.phase ^ 1);
         const uint32_t dst = dst0 + C::kKv + ring.slot * C::kSlotBytes;
 #pragma unroll
-        for (int k = 0; k < 4; ++k) cp_async_16_always(dst + k * 2048, src[k] + column_block(b) * 128);
+        for (int k = 0; k < 4; ++k) cp_async_16(dst + k * 2048, src[k] + column_block(b) * 128);
         mbarrier_arrive_copies(barrier<C>(smem, C::kFull + ring.slot));
         ring.advance(1);
         // Amid the copies: at the head of the loop the addresses of this tile would wait for them as well.
@@ -234,7 +234,7 @@ __device__ __forceinline__ void copy_role(const TreeVerifyParams& p, char* smem_
 template <class C, int kBlocks>
 __device__ __forceinline__ void products_with_q(float (&s)[C::kNTiles * 4], uint32_t smem, Ring<C>& ring, int b) {
 #pragma unroll
-  for (int n = 0; n < kBlocks; ++n) barrier_wait(barrier<C>(smem, C::kFull + ring.slot_of(n)), ring.phase_of(n));
+  for (int n = 0; n < kBlocks; ++n) mbarrier_wait(barrier<C>(smem, C::kFull + ring.slot_of(n)), ring.phase_of(n));
   proxy_fence();  // what cp.async wrote, before what wgmma reads
   wgmma_fence();
 #pragma unroll
@@ -364,10 +364,10 @@ __device__ __forceinline__ void scores_role(const TreeVerifyParams& p, char* sme
         const uint32_t first = barrier<C>(smem, C::kEmpty + ring.slot_of(1)) | ring.phase_of(1);
 #pragma unroll 1
         for (int b = 0; b < 8; b += 4) {
-          if (i == piece.begin) barrier_wait(barrier<C>(smem, C::kQFull + b / 4), queue.taken() & 1);
+          if (i == piece.begin) mbarrier_wait(barrier<C>(smem, C::kQFull + b / 4), queue.taken() & 1);
           // The last tile's first product with V goes before most of the products with Q, which could all run
           // already: its slot is where the last block of this tile has to land.
-          else if (b == 4) barrier_wait(given_back & ~1u, given_back & 1);
+          else if (b == 4) mbarrier_wait(given_back & ~1u, given_back & 1);
           products_with_q<C, 4>(s, smem, ring, b);
         }
         given_back = first;
@@ -375,6 +375,7 @@ __device__ __forceinline__ void scores_role(const TreeVerifyParams& p, char* sme
       }
       wgmma_wait<0>();
       const auto give_back = [&] {
+        __syncwarp();  // all lanes have read what they wanted of the slot
         if (lane != 0 || rehearsal) return;
         mbarrier_arrive(barrier<C>(smem, C::kEmpty + rope_slot));
         if (i + 1 == piece.end) mbarrier_arrive(barrier<C>(smem, C::kQEmpty));
@@ -397,9 +398,9 @@ __device__ __forceinline__ void scores_role(const TreeVerifyParams& p, char* sme
                                  fmaxf(s[n * 4 + 1] - r.y, s[n * 4 + 3] - r.y)));
       }
       const bool moved = group_any(kGroup, over > kMaxSlack);
-      barrier_wait(barrier<C>(smem, C::kPEmpty), turn & kOdd ? 0 : 1);  // the last tile's P and factors are read
+      mbarrier_wait(barrier<C>(smem, C::kPEmpty), turn & kOdd ? 0 : 1);  // the last tile's P and factors are read
       // And the last piece's sums, in whose place the factors go.
-      if (i == piece.begin) barrier_wait(barrier<C>(smem, C::kStatsEmpty), (queue.taken() & 1) ^ 1);
+      if (i == piece.begin) mbarrier_wait(barrier<C>(smem, C::kStatsEmpty), (queue.taken() & 1) ^ 1);
       if (moved) {
 #pragma unroll
         for (int n = 0; n < C::kNTiles; ++n)
@@ -447,7 +448,7 @@ __device__ __forceinline__ void scores_role(const TreeVerifyParams& p, char* sme
       turn ^= kOdd;
     }
 
-    barrier_wait(barrier<C>(smem, C::kPEmpty), turn & kOdd ? 0 : 1);  // the last tile's P is read
+    mbarrier_wait(barrier<C>(smem, C::kPEmpty), turn & kOdd ? 0 : 1);  // the last tile's P is read
 #pragma unroll
     for (int n = 0; n < C::kNTiles; ++n)
       *reinterpret_cast<float2*>(my_lane_sm + n * 8) = make_float2(sum[n][0], sum[n][1]);
@@ -477,13 +478,13 @@ __device__ __forceinline__ void scores_role(const TreeVerifyParams& p, char* sme
 template <class C>
 __device__ __forceinline__ void load_q(const TreeVerifyParams& p, const CUtensorMap& map, const Piece& piece,
                                        uint32_t smem, uint32_t index) {
-  barrier_wait(barrier<C>(smem, C::kQEmpty), (index & 1) ^ 1);
+  mbarrier_wait(barrier<C>(smem, C::kQEmpty), (index & 1) ^ 1);
   const int row = piece.token * p.heads + piece.tile * C::kRows;  // num_tokens * heads passes the launcher
 #pragma unroll 1
   for (int b = 0; b < C::kColumnBlocks; ++b) {
     const uint32_t bar = barrier<C>(smem, C::kQFull + (b >= 4));
-    if (b == 0) barrier_arrive_expect(bar, 4 * C::kQBlockBytes);
-    if (b == 4) barrier_arrive_expect(bar, 5 * C::kQBlockBytes);
+    if (b == 0) mbarrier_arrive_expect(bar, 4 * C::kQBlockBytes);
+    if (b == 4) mbarrier_arrive_expect(bar, 5 * C::kQBlockBytes);
     tensor_copy(smem + C::kQ + b * C::kQBlockBytes, &map, column_block(b) * 64, row, bar);
   }
 }
@@ -513,7 +514,7 @@ __device__ __forceinline__ void values_role(const TreeVerifyParams& p, const CUt
   for (;;) {
     // First of all the next piece's Q, which the scores wait for.
     const Piece* const following = queue.peek(current != nullptr);
-    if (following != nullptr && half == 0 && warp == 0 && one_lane())
+    if (following != nullptr && half == 0 && warp == 0 && elect_lane())
       load_q<C>(p, q_map, *following, smem, queue.taken() + (current != nullptr));
     __syncwarp();
     const bool rehearsal = current == nullptr;  // see the head of this file
@@ -523,7 +524,7 @@ __device__ __forceinline__ void values_role(const TreeVerifyParams& p, const CUt
     // slots of the last tile's blocks, two column blocks at a time, a row of 64 columns being 128 bytes
     // in the swizzle: rows 0-63 of either block in a slot of its own, rows 64-71 of both in a third.
     const Piece& piece = rehearsal ? *following : *current;
-    if (!rehearsal) barrier_wait(barrier<C>(smem, C::kStatsFull), queue.taken() & 1);
+    if (!rehearsal) mbarrier_wait(barrier<C>(smem, C::kStatsFull), queue.taken() & 1);
     const int rows = rehearsal ? 0 : min(C::kRows, piece.nodes * p.heads - piece.tile * C::kRows);
     const bool partial = piece.partial_row >= 0;
     const int64_t row0 = partial ? piece.partial_row
@@ -588,7 +589,7 @@ __device__ __forceinline__ void values_role(const TreeVerifyParams& p, const CUt
     const int begin = current->begin, end = current->end;
 #pragma unroll 1
     for (int i = begin; i < end; ++i) {
-      barrier_wait(barrier<C>(smem, C::kPFull), tiles & 1);
+      mbarrier_wait(barrier<C>(smem, C::kPFull), tiles & 1);
       const int begun = i > begin;
       if (begun && *reinterpret_cast<const volatile int*>(smem_ptr + C::kMoved)) {
 #pragma unroll

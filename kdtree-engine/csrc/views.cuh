@@ -37,31 +37,39 @@ class KvView {
 class MaskView {
  public:
   __device__ __forceinline__ MaskView(const TreeVerifyParams& p, int request, int prefix, int nodes)
-      : mask_(p.mask), layout_(p.mask_layout), prefix_(prefix), nodes_(nodes) {
-    base_ = layout_ == MaskLayout::kCausal ? 0 : p.mask_indptr.wide(request);
+      : mask_(p.mask), layout_(p.mask_layout), nodes_(nodes) {
+    if (layout_ == MaskLayout::kCausal) return;
+    // By the request's own T: `nodes` may have been cut to what the launch has room for.
+    const int all = p.qo_indptr[request + 1] - p.qo_indptr[request];
+    base_ = p.mask_indptr.wide(request);
+    if (layout_ == MaskLayout::kPacked) {
+      stride_ = (all + 63) / 64;
+    } else {
+      const int before = p.mask_indptr.wide(request + 1) - base_ == all * all ? 0 : prefix;
+      stride_ = before + all;
+      base_ += before;
+    }
   }
 
   __device__ __forceinline__ bool sees(int t, int j) const {
     if (t >= nodes_ || j >= nodes_) return false;
+    const int64_t row = base_ + static_cast<int64_t>(t) * stride_;
     switch (layout_) {
-      case MaskLayout::kFull:
-        return bytes()[base_ + static_cast<int64_t>(t) * (prefix_ + nodes_) + prefix_ + j] != 0;
-      case MaskLayout::kDraft:
-        return bytes()[base_ + t * nodes_ + j] != 0;
+      case MaskLayout::kBytes:
+        return static_cast<const uint8_t*>(mask_)[row + j] != 0;
       case MaskLayout::kPacked:
-        return (static_cast<const uint64_t*>(mask_)[base_ + t * ((nodes_ + 63) / 64) + (j >> 6)] >> (j & 63)) & 1;
+        return (static_cast<const uint64_t*>(mask_)[row + (j >> 6)] >> (j & 63)) & 1;
       default:
         return j <= t;
     }
   }
 
  private:
-  __device__ __forceinline__ const uint8_t* bytes() const { return static_cast<const uint8_t*>(mask_); }
-
   const void* mask_;
   MaskLayout layout_;
-  int64_t base_;
-  int prefix_, nodes_;
+  int64_t base_ = 0;  // of the first row's first node
+  int stride_ = 0;    // from row to row
+  int nodes_;
 };
 
 }  // namespace kdtree

@@ -75,34 +75,8 @@ __device__ __forceinline__ bool group_any(int id, bool mine) {
   return any != 0;
 }
 
-// ptx.cuh has these for the parts with bulk copies; here they must be visible in every pass.
-__device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ __forceinline__ void barrier_init(uint32_t bar, uint32_t arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void barrier_init_done() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-__device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(bar), "r"(parity) : "memory");
-}
 __device__ __forceinline__ void mbarrier_arrive(uint32_t bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive_expect(uint32_t bar, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-// True in one lane of the warp, which the compiler knows (see elect_lane in ptx.cuh).
-__device__ __forceinline__ bool one_lane() {
-  uint32_t elected;
-  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;\n}\n" : "=r"(elected));
-  return elected != 0;
 }
 // A box of a tensor, as its map says, into shared memory; `bar` counts the bytes as they land.
 __device__ __forceinline__ void tensor_copy(uint32_t dst, const void* map, int column, int row, uint32_t bar) {
@@ -120,11 +94,6 @@ __device__ __forceinline__ int load_now(const int* from) {
 // Counts the thread as arrived once its cp.async copies so far have landed.
 __device__ __forceinline__ void mbarrier_arrive_copies(uint32_t bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
-}
-
-// cp_async_16 that the compiler does not move over other memory accesses.
-__device__ __forceinline__ void cp_async_16_always(uint32_t dst, const void* src) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
 
 // 8x8 matrices of 16-bit values in the layout of an mma accumulator, stored transposed: lane l gives the

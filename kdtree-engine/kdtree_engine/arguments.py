@@ -9,9 +9,8 @@ the argument, what was expected and what was got.
 
 from __future__ import annotations
 
-import enum
 import math
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -19,8 +18,6 @@ __all__ = [
     "HEAD_DIM",
     "LATENT_DIM",
     "MAX_NODES",
-    "MaskLayout",
-    "MaskLayoutName",
     "check_arguments",
     "least_mask_elements",
 ]
@@ -33,26 +30,6 @@ HEAD_DIM = 576
 MAX_NODES = 128
 """The most tree nodes of a request: the kernel keeps a node's mask bits on chip."""
 
-MaskLayoutName = Literal["full", "draft", "packed"]
-
-
-class MaskLayout(enum.IntEnum):
-    """How a mask lies in memory; the numbers are those that the kernel takes.
-
-    Each request's part is row-major over its T tree nodes and begins at `mask_indptr[b]`.
-    """
-
-    NONE = 0
-    """No mask: the nodes are a causal chain."""
-    FULL = 1
-    """T x (L + T) bytes, SGLang's `custom_mask`; only the last T columns are read."""
-    DRAFT = 2
-    """T x T bytes."""
-    PACKED = 3
-    """T x ceil(T / 64) int64 words; bit j % 64 of word j // 64 is column j."""
-
-
-_BY_NAME = {"full": MaskLayout.FULL, "draft": MaskLayout.DRAFT, "packed": MaskLayout.PACKED}
 _GPU_FLOATS = (torch.bfloat16, torch.float16)
 _CPU_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INDEX = (torch.int32, torch.int64)
@@ -68,16 +45,15 @@ def check_arguments(
     draft_slots: torch.Tensor,
     mask: torch.Tensor | None,
     mask_indptr: torch.Tensor | None,
-    mask_layout: str | None,
     sm_scale: float,
     v_head_dim: int,
     max_nodes: int | None,
     out: torch.Tensor | None,
-) -> MaskLayout:
-    """Checks every argument and says which layout the mask has.
+) -> None:
+    """Checks every argument.
 
-    The mask is int64 for "packed" and uint8 or bool for the others. With `mask_layout` None, int64
-    means "packed" and bytes mean "full": a rule on dtypes, as it must not depend on contents.
+    A mask of int64 is packed words, one of uint8 or bool is bytes. Which of the two byte layouts
+    it has is told by its offsets, which the kernel reads: nothing here may depend on contents.
     """
     _tensor("q", q)
     device = q.device
@@ -115,7 +91,7 @@ def check_arguments(
     if draft_slots.shape[0] != num_tokens:
         _wrong_shape("draft_slots", f"[{num_tokens}], one slot for each row of q", draft_slots)
 
-    layout = _check_mask(mask, mask_indptr, mask_layout, device, offsets, num_tokens)
+    _check_mask(mask, mask_indptr, device, offsets, num_tokens)
 
     if not isinstance(sm_scale, (float, int)) or isinstance(sm_scale, bool):
         raise TypeError(f"sm_scale: expected a float, got {type(sm_scale).__name__}")
@@ -134,7 +110,6 @@ def check_arguments(
         if out.dtype is not q.dtype:
             _wrong_dtype("out", (q.dtype,), out)
         _contiguous("out", out)
-    return layout
 
 
 def least_mask_elements(num_tokens: int, batch: int, *, packed: bool) -> int:
@@ -151,21 +126,14 @@ def least_mask_elements(num_tokens: int, batch: int, *, packed: bool) -> int:
 def _check_mask(
     mask: torch.Tensor | None,
     mask_indptr: torch.Tensor | None,
-    mask_layout: str | None,
     device: torch.device,
     offsets: int,
     num_tokens: int,
-) -> MaskLayout:
-    if mask_layout is not None and mask_layout not in _BY_NAME:
-        raise ValueError(
-            f"mask_layout: expected one of {', '.join(_BY_NAME)} or None, got {mask_layout!r}"
-        )
+) -> None:
     if mask is None:
         if mask_indptr is not None:
             raise ValueError("mask_indptr: expected None where mask is None, got a tensor")
-        if mask_layout is not None:
-            raise ValueError(f"mask_layout: expected None where mask is None, got {mask_layout!r}")
-        return MaskLayout.NONE
+        return
 
     _same("mask", mask, device)
     if mask_indptr is None:
@@ -177,19 +145,12 @@ def _check_mask(
     if mask_indptr.shape[0] != offsets:
         _wrong_shape("mask_indptr", f"[{offsets}], as qo_indptr", mask_indptr)
 
-    if mask_layout is None:
-        layout = MaskLayout.PACKED if mask.dtype is torch.int64 else MaskLayout.FULL
-        if layout is MaskLayout.FULL and mask.dtype not in _BYTES:
-            _wrong_dtype("mask", (*_BYTES, torch.int64), mask)
-    else:
-        layout = _BY_NAME[mask_layout]
-        allowed = (torch.int64,) if layout is MaskLayout.PACKED else _BYTES
-        if mask.dtype not in allowed:
-            _wrong_dtype(f"mask (layout '{mask_layout}')", allowed, mask)
+    if mask.dtype not in (*_BYTES, torch.int64):
+        _wrong_dtype("mask", (*_BYTES, torch.int64), mask)
 
     # The CPU implementation reads the offsets and knows exactly; a GPU's cannot be waited for.
     if device.type == "cuda":
-        packed = layout is MaskLayout.PACKED
+        packed = mask.dtype is torch.int64
         least = least_mask_elements(num_tokens, offsets - 1, packed=packed)
         if mask.shape[0] < least:
             raise ValueError(
@@ -197,7 +158,6 @@ def _check_mask(
                 f"{num_tokens} rows of q in {offsets - 1} requests, got {mask.shape[0]}: it is "
                 "too short"
             )
-    return layout
 
 
 def _tensor(name: str, value: object) -> None:

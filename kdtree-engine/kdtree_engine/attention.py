@@ -28,8 +28,6 @@ import torch
 from kdtree_engine.arguments import (
     LATENT_DIM,
     MAX_NODES,
-    MaskLayout,
-    MaskLayoutName,
     check_arguments,
 )
 from kdtree_engine.contents import check_contents, checks_wanted
@@ -41,7 +39,7 @@ __all__ = ["tree_verify_attention"]
 
 _SCHEMA = (
     "tree_verify_attention(Tensor q, Tensor kv_pool, Tensor qo_indptr, Tensor kv_indptr, "
-    "Tensor? kv_indices, Tensor draft_slots, Tensor? mask, Tensor? mask_indptr, int mask_layout, "
+    "Tensor? kv_indices, Tensor draft_slots, Tensor? mask, Tensor? mask_indptr, "
     "float sm_scale, SymInt max_nodes, bool deterministic, Tensor(a!) out, Tensor(b!)? lse) -> ()"
 )
 _LIBRARY = torch.library.Library("kdtree_engine", "DEF")  # type: ignore[no-untyped-call]
@@ -66,7 +64,6 @@ def tree_verify_attention(
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
-    mask_layout: MaskLayoutName | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of every tree node over its request's prefix, its ancestors and itself.
 
@@ -80,11 +77,14 @@ def tree_verify_attention(
     kv_indices: [>= kv_indptr[B]] int32 or int64: pool slots of the prefixes. None: a contiguous
         view, in which entry i of the prefixes lies in slot i.
     draft_slots: [num_tokens] int32 or int64: pool slots of the tree nodes' own rows.
-    mask, mask_indptr: which nodes a node sees, a row per node; an element of a byte mask is 0 or
-        not 0. Columns of the prefix count as ones and are not read. None: a causal chain.
-        mask is one-dimensional, mask_indptr is [B + 1] int32 or int64, offsets in elements. A mask
-        may be longer than needed (a static buffer). On a GPU it is refused where it is too short
-        for as many nodes as q has rows, in B equal trees: what shows without reading the offsets.
+    mask, mask_indptr: which nodes a node sees, a row per node; None: a causal chain. mask is
+        one-dimensional, mask_indptr is [B + 1] int32 or int64, offsets in elements. int64: packed,
+        T x ceil(T / 64) words, bit j % 64 of word j // 64 is column j. Bytes (uint8 or bool, 0 or
+        not 0): T x T where the step of mask_indptr is T * T, else T x (L + T), SGLang's, whose
+        columns of the prefix count as ones and are not read. The steps are read where the kernel
+        runs, so a captured graph may be replayed with either. A mask may be longer than needed (a
+        static buffer). On a GPU it is refused where it is too short for as many nodes as q has
+        rows, in B equal trees: what shows without reading the offsets.
     sm_scale: factor of the scores, such as (128 + 64) ** -0.5.
     max_nodes: an upper bound of T over the requests, at most 128. It sizes the grid of a CUDA
         launch, so under a captured graph it must cover every replay. None: the rows of q or 128,
@@ -93,15 +93,12 @@ def tree_verify_attention(
     return_lse: also return the natural logarithm of each row's softmax sum,
         [num_tokens, H] float32.
     deterministic: give a request the same bits alone, in any batch and in any order of the batch.
-    mask_layout: "full" (SGLang's T x (L + T) bytes), "draft" (T x T bytes) or "packed" (T x
-        ceil(T / 64) int64 words). None: "packed" for an int64 mask, else "full". It is named and
-        not found out, as that would have to read the GPU's memory from the host.
 
     Raises TypeError or ValueError that names the argument, before any launch; MissingError where
     the kernel library or its loader is absent. On the CPU, and on a GPU with KDTREE_CHECK=1, also
     ValueError for contents: offsets that fall, slots outside the pool, a mask that is too short.
     """
-    layout = check_arguments(
+    check_arguments(
         q,
         kv_pool,
         qo_indptr,
@@ -110,7 +107,6 @@ def tree_verify_attention(
         draft_slots,
         mask,
         mask_indptr,
-        mask_layout,
         sm_scale,
         v_head_dim,
         max_nodes,
@@ -129,7 +125,6 @@ def tree_verify_attention(
         draft_slots,
         mask,
         mask_indptr,
-        int(layout),
         sm_scale,
         min(max(num_tokens, 1), MAX_NODES) if max_nodes is None else max_nodes,
         deterministic,
@@ -148,7 +143,6 @@ def _cuda(
     draft_slots: torch.Tensor,
     mask: torch.Tensor | None,
     mask_indptr: torch.Tensor | None,
-    mask_layout: int,
     sm_scale: float,
     max_nodes: int,
     deterministic: bool,
@@ -168,7 +162,6 @@ def _cuda(
             draft_slots,
             mask,
             mask_indptr,
-            MaskLayout(mask_layout),
             max_nodes,
         )
     library = kernels()
@@ -204,7 +197,6 @@ def _cuda(
         draft_slots,
         mask,
         mask_indptr,
-        mask_layout,
         sm_scale,
         max_nodes,
         out,
@@ -226,7 +218,6 @@ def _cpu(
     draft_slots: torch.Tensor,
     mask: torch.Tensor | None,
     mask_indptr: torch.Tensor | None,
-    mask_layout: int,
     sm_scale: float,
     max_nodes: int,
     deterministic: bool,
@@ -242,7 +233,6 @@ def _cpu(
         draft_slots,
         mask,
         mask_indptr,
-        MaskLayout(mask_layout),
         sm_scale,
         max_nodes,
         deterministic,

@@ -7,14 +7,21 @@ they stop the stream; never during capture, when nothing may be read.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import itertools
 import os
 
 import torch
 
-from kdtree_engine.arguments import MaskLayout
+__all__ = ["MaskRows", "check_contents", "checks_wanted"]
 
-__all__ = ["check_contents", "checks_wanted"]
+
+@dataclasses.dataclass(frozen=True)
+class MaskRows:
+    """Where a request's mask lies: element of its first row, and elements from row to row."""
+
+    start: int
+    stride: int
 
 
 def checks_wanted() -> bool:
@@ -31,12 +38,12 @@ def check_contents(
     draft_slots: torch.Tensor,
     mask: torch.Tensor | None,
     mask_indptr: torch.Tensor | None,
-    layout: MaskLayout,
     max_nodes: int | None,
-) -> tuple[list[int], list[int], list[int] | None]:
+) -> tuple[list[int], list[int], list[MaskRows] | None]:
     """Reads the index tensors and checks them; ValueError names the argument, request and slot.
 
-    Returns qo_indptr, kv_indptr and mask_indptr as lists, so that a caller need not read twice.
+    Returns qo_indptr and kv_indptr as lists, and where the requests' masks lie, so that a caller
+    need not read twice.
     """
     qo = _offsets("qo_indptr", qo_indptr)
     kv = _offsets("kv_indptr", kv_indptr)
@@ -65,11 +72,10 @@ def check_contents(
             )
         _slots("kv_indices", kv_indices[: kv[-1]], kv, num_slots)
     _slots("draft_slots", draft_slots[: qo[-1]], qo, num_slots)
-    starts: list[int] | None = None
+    masks: list[MaskRows] | None = None
     if mask is not None and mask_indptr is not None:
-        starts = mask_indptr.tolist()
-        _mask_room(mask.shape[0], starts, qo, kv, layout)
-    return qo, kv, starts
+        masks = _mask_rows(mask, mask_indptr.tolist(), qo, kv)
+    return qo, kv, masks
 
 
 def _offsets(name: str, indptr: torch.Tensor) -> list[int]:
@@ -100,33 +106,29 @@ def _slots(name: str, slots: torch.Tensor, offsets: list[int], num_slots: int) -
     )
 
 
-def _mask_room(
-    elements: int, starts: list[int], qo: list[int], kv: list[int], layout: MaskLayout
-) -> None:
-    for request in range(len(qo) - 1):
+def _mask_rows(
+    mask: torch.Tensor, starts: list[int], qo: list[int], kv: list[int]
+) -> list[MaskRows]:
+    found = []
+    for request, (start, end) in enumerate(itertools.pairwise(starts)):
         nodes = qo[request + 1] - qo[request]
         prefix = kv[request + 1] - kv[request]
-        if layout is MaskLayout.FULL:
-            needed = nodes * (prefix + nodes)
-        elif layout is MaskLayout.DRAFT:
-            needed = nodes * nodes
-        else:
-            needed = nodes * -(-nodes // 64)
-        start = starts[request]
         if start < 0:
             raise ValueError(
                 f"mask_indptr: expected offsets of at least 0, got {start} at request {request}"
             )
-        step = starts[request + 1] - start
-        if layout is MaskLayout.FULL and step < needed and step == nodes * nodes:
+        strides = [-(-nodes // 64)] if mask.dtype is torch.int64 else [nodes, prefix + nodes]
+        fitting = [stride for stride in strides if nodes * stride == end - start]
+        if nodes and not fitting:
+            steps = " or ".join(str(nodes * stride) for stride in strides)
             raise ValueError(
-                f"mask_indptr: expected a step of {needed} for layout 'full' (the one meant by "
-                f"mask_layout=None) at request {request}, got {step}, which is that of layout "
-                "'draft': pass mask_layout='draft'"
+                f"mask_indptr: expected a step of {steps} at request {request} ({nodes} tree "
+                f"nodes, prefix {prefix}, {mask.dtype} mask), got {end - start}"
             )
-        if nodes and start + needed > elements:
+        if nodes and end > mask.shape[0]:
             raise ValueError(
-                f"mask: expected at least {start + needed} elements for request {request} "
-                f"({nodes} tree nodes, prefix {prefix}, layout '{layout.name.lower()}'), "
-                f"got {elements}: it is too short"
+                f"mask: expected at least {end} elements for request {request} ({nodes} tree "
+                f"nodes, prefix {prefix}), got {mask.shape[0]}: it is too short"
             )
+        found.append(MaskRows(start, fitting[0] if fitting else 0))
+    return found

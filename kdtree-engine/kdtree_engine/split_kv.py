@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kdtree_engine.arguments import LATENT_DIM, MaskLayout
-from kdtree_engine.contents import check_contents
+from kdtree_engine.arguments import LATENT_DIM
+from kdtree_engine.contents import MaskRows, check_contents
 from kdtree_engine.schedule import Grid, splits_of_batch
 
 __all__ = [
@@ -42,7 +42,6 @@ def split_kv_attention(
     draft_slots: torch.Tensor,
     mask: torch.Tensor | None,
     mask_indptr: torch.Tensor | None,
-    layout: MaskLayout,
     sm_scale: float,
     max_nodes: int,
     deterministic: bool,
@@ -56,7 +55,7 @@ def split_kv_attention(
     Rows that no request owns get zeros and an lse of -inf. ValueError for contents that are wrong.
     """
     pool = kv_pool.view(-1, kv_pool.shape[-1])
-    qo, kv, mask_starts = check_contents(
+    qo, kv, mask_rows = check_contents(
         q.shape[0],
         pool.shape[0],
         qo_indptr,
@@ -65,7 +64,6 @@ def split_kv_attention(
         draft_slots,
         mask,
         mask_indptr,
-        layout,
         max_nodes,
     )
     heads = q.shape[1]
@@ -84,8 +82,8 @@ def split_kv_attention(
             continue
         rows = slice(qo[request], qo[request + 1])
         slots = _slots(kv_indices, kv[request], kv[request + 1], draft_slots[rows])
-        start = mask_starts[request] if mask_starts else 0
-        visible = visible_nodes(mask, start, layout, prefixes[request], nodes[request])
+        place = mask_rows[request] if mask_rows else MaskRows(0, 0)
+        visible = visible_nodes(mask, place, nodes[request])
         # Rows that share one pass over the KV: every head of every node.
         packed = q[rows].to(sums).reshape(nodes[request] * heads, -1)
         visible_rows = visible.repeat_interleave(heads, dim=0)
@@ -144,29 +142,23 @@ def merge_partials(partials: Sequence[Partial]) -> tuple[torch.Tensor, torch.Ten
     total = torch.zeros_like(maximum)
     out = torch.zeros_like(partials[0].out)
     for partial, factor in zip(partials, factors, strict=True):
-        counts = factor > 0
+        counts = factor != 0  # NaN counts: what is wrong in a row that is seen must show
         total += torch.where(counts, partial.total * factor, 0.0)
         out += torch.where(counts[:, None], partial.out * factor[:, None], 0.0)
-    seen = total > 0
+    seen = total != 0
     out = torch.where(seen[:, None], out / total[:, None], 0.0)
     return out, torch.where(seen, maximum + total.log(), -torch.inf)
 
 
-def visible_nodes(
-    mask: torch.Tensor | None, start: int, layout: MaskLayout, prefix: int, nodes: int
-) -> torch.Tensor:
-    """[T, T] bool: whether node t sees node j, of the request whose mask begins at `start`."""
-    if mask is None or layout is MaskLayout.NONE:
+def visible_nodes(mask: torch.Tensor | None, place: MaskRows, nodes: int) -> torch.Tensor:
+    """[T, T] bool: whether node t sees node j, of the request whose mask rows lie at `place`."""
+    if mask is None:
         return torch.ones(nodes, nodes, dtype=torch.bool).tril()
-    if layout is MaskLayout.FULL:
-        row = prefix + nodes
-        return mask[start : start + nodes * row].view(nodes, row)[:, prefix:] != 0
-    if layout is MaskLayout.DRAFT:
-        return mask[start : start + nodes * nodes].view(nodes, nodes) != 0
-    words = -(-nodes // 64)
-    packed = mask[start : start + nodes * words].view(nodes, words, 1)
-    bits = (packed >> torch.arange(64)) & 1
-    return bits.view(nodes, words * 64)[:, :nodes] != 0
+    rows = mask[place.start : place.start + nodes * place.stride].view(nodes, place.stride)
+    if mask.dtype is not torch.int64:
+        return rows[:, place.stride - nodes :] != 0
+    bits = (rows[:, :, None] >> torch.arange(64)) & 1
+    return bits.view(nodes, place.stride * 64)[:, :nodes] != 0
 
 
 def _finite(maximum: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from kdtree_engine.attention import tree_verify_attention
 from kdtree_engine.reference.tiny_mla import Attention
 from kdtree_engine.timing import Tensors, copy_bandwidth
-from phases.candidates import naive_kernel_with_full_mask
+from phases.candidates import naive_kernel
 from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
 from phases.regimes import Regime, time_regime
 
@@ -26,7 +26,7 @@ def kernel_speed(
     *,
     device: torch.device = _CUDA,
     candidate: Attention = tree_verify_attention,
-    baseline: Attention = naive_kernel_with_full_mask,
+    baseline: Attention = naive_kernel,
     regimes: Sequence[Regime] = REGIMES,
     repeats: int = 50,
 ) -> list[Figure]:

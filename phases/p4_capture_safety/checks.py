@@ -43,13 +43,12 @@ def op_check(ctx: Context, *, device: torch.device | None = None) -> list[Figure
             device=one,
             generator=torch.Generator().manual_seed(ctx.seed),
         )
-        code = 0 if layout is None else 1 + list(MaskLayout).index(layout)
         out = torch.empty(5, 8, 512, dtype=torch.bfloat16, device=one)
         for lse in (None, torch.empty(5, 8, device=one)):
             try:
                 torch.library.opcheck(
                     torch.ops.kdtree_engine.tree_verify_attention.default,
-                    (*inputs.tensors(), code, case.sm_scale, 3, False, out, lse),
+                    (*inputs.tensors(), case.sm_scale, 3, False, out, lse),
                 )
             except Exception as error:
                 raise GateFailure(
@@ -61,7 +60,6 @@ def op_check(ctx: Context, *, device: torch.device | None = None) -> list[Figure
             answer = tree_verify_attention(
                 *tensors,  # type: ignore[arg-type]
                 sm_scale=case.sm_scale,
-                mask_layout=case.layout.value if case.layout else None,
             )
             assert isinstance(answer, torch.Tensor)
             return answer + 1
@@ -111,10 +109,9 @@ def graph_replay_bits(
 
         def call(
             static: StaticBuffers = static,
-            layout: MaskLayout = layout,
             deterministic: bool = deterministic,
         ) -> None:
-            _verify(static, layout, deterministic)
+            _verify(static, deterministic)
 
         replay = _captured(call, device)
         for number in range(draws):
@@ -153,13 +150,13 @@ def no_host_sync(ctx: Context, *, device: torch.device = _CUDA) -> list[Figure]:
     _, inputs = draw_batch(size, torch.Generator().manual_seed(ctx.seed), device)
     static.fill(inputs)
     for deterministic in (False, True):
-        _verify(static, size.layout, deterministic)  # loads the library, takes the first memory
+        _verify(static, deterministic)  # loads the library, takes the first memory
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_stats(device)["num_device_alloc"]
     torch.cuda.set_sync_debug_mode("error")
     try:
         for deterministic in (False, True):
-            _verify(static, size.layout, deterministic)
+            _verify(static, deterministic)
         tree_verify_attention(*static.tensors(), sm_scale=0.07, out=static.out)
     except RuntimeError as error:
         raise GateFailure(FailureKind.LAUNCH, f"a call waits for the GPU: {error}") from error
@@ -169,9 +166,9 @@ def no_host_sync(ctx: Context, *, device: torch.device = _CUDA) -> list[Figure]:
     grown = torch.cuda.memory_stats(device)["num_device_alloc"] - before
     if grown:
         raise GateFailure(FailureKind.LAUNCH, f"calls took memory from the driver {grown} times")
-    replay = _captured(lambda: _verify(static, size.layout, False), device)
+    replay = _captured(lambda: _verify(static, False), device)
     replay()
-    launched = _launched(lambda: _verify(static, size.layout, False))
+    launched = _launched(lambda: _verify(static, False))
     if not launched:
         raise ValueError("the profiler saw nothing of the GPU: what a call launches is not known")
     if not _documented(launched):
@@ -186,12 +183,11 @@ def no_host_sync(ctx: Context, *, device: torch.device = _CUDA) -> list[Figure]:
     ]
 
 
-def _verify(static: StaticBuffers, layout: MaskLayout, deterministic: bool) -> None:
+def _verify(static: StaticBuffers, deterministic: bool) -> None:
     """The operation over static buffers, as a backend calls it: outputs given, nothing derived."""
     size = static.capacity
     torch.ops.kdtree_engine.tree_verify_attention.default(
         *static.tensors(),
-        1 + list(MaskLayout).index(layout),
         192**-0.5,
         size.nodes,
         deterministic,

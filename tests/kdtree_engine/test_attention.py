@@ -24,10 +24,6 @@ def inputs_of(case: AttentionCase, dtype: torch.dtype, **options: Any) -> Attent
     )
 
 
-def layout_of(case: AttentionCase) -> Any:
-    return case.layout.value if case.layout else None
-
-
 def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm())
 
@@ -41,9 +37,7 @@ def test_it_agrees_with_the_oracle(
     case = AttentionCase("ragged", (9, 3, 1), (300, 21, 0), layout=layout, padded_rows=2)
     inputs = inputs_of(case, dtype)
     arguments = {"sm_scale": case.sm_scale, "return_lse": True}
-    found, lse = tree_verify_attention(
-        *inputs.tensors(), **arguments, deterministic=deterministic, mask_layout=layout_of(case)
-    )
+    found, lse = tree_verify_attention(*inputs.tensors(), **arguments, deterministic=deterministic)
     wanted, wanted_lse = reference.tree_verify_attention(*inputs.tensors(), **arguments)
     assert found.dtype is dtype
     assert lse.dtype is torch.float32
@@ -137,11 +131,12 @@ def test_the_cpu_refuses_wrong_contents(change: dict[str, Any], text: str) -> No
         tree_verify_attention(*inputs.tensors(), sm_scale=RAGGED.sm_scale)
 
 
-def test_a_mask_in_the_other_byte_layout_is_refused_and_not_misread() -> None:
-    case = AttentionCase("draft", (9, 3), (300, 21), layout=MaskLayout.DRAFT)
-    inputs = inputs_of(case, torch.bfloat16)
-    with pytest.raises(ValueError, match="pass mask_layout='draft'"):
-        tree_verify_attention(*inputs.tensors(), sm_scale=case.sm_scale)
+def test_a_mask_of_no_layout_is_refused_and_not_misread() -> None:
+    inputs = inputs_of(RAGGED, torch.bfloat16)
+    assert inputs.mask_indptr is not None
+    inputs.mask_indptr[1:] -= 1
+    with pytest.raises(ValueError, match="mask_indptr: expected a step of"):
+        tree_verify_attention(*inputs.tensors(), sm_scale=RAGGED.sm_scale)
 
 
 @pytest.mark.parametrize("with_lse", [False, True])
@@ -151,7 +146,7 @@ def test_opcheck(with_lse: bool) -> None:
     lse = torch.empty(5, 8) if with_lse else None
     torch.library.opcheck(
         torch.ops.kdtree_engine.tree_verify_attention.default,
-        (*inputs.tensors(), 1, 0.07, 5, False, out, lse),
+        (*inputs.tensors(), 0.07, 5, False, out, lse),
     )
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kdtree_engine.arguments import MaskLayout
-from kdtree_engine.contents import check_contents, checks_wanted
+from kdtree_engine.contents import MaskRows, check_contents, checks_wanted
 
 
 def contents(**changes: object) -> dict[str, Any]:
@@ -22,14 +21,23 @@ def contents(**changes: object) -> dict[str, Any]:
         "draft_slots": torch.arange(10, 15),
         "mask": torch.ones(3 * 7 + 2 * 8, dtype=torch.uint8),
         "mask_indptr": torch.tensor([0, 21, 37]),
-        "layout": MaskLayout.FULL,
         "max_nodes": None,
     }
     return call | changes
 
 
+def test_each_request_says_by_its_step_how_its_mask_lies() -> None:
+    mask = torch.ones(9 + 2 * 8, dtype=torch.uint8)
+    rows = check_contents(**contents(mask=mask, mask_indptr=torch.tensor([0, 9, 25])))[2]
+    assert rows == [MaskRows(0, 3), MaskRows(9, 8)]
+
+
 def test_good_contents_come_back_as_lists() -> None:
-    assert check_contents(**contents()) == ([0, 3, 5], [0, 4, 10], [0, 21, 37])
+    assert check_contents(**contents()) == (
+        [0, 3, 5],
+        [0, 4, 10],
+        [MaskRows(0, 7), MaskRows(21, 8)],
+    )
     assert check_contents(**contents(mask=None, mask_indptr=None))[2] is None
 
 
@@ -75,13 +83,12 @@ def test_what_lies_beyond_the_offsets_is_not_looked_at() -> None:
         ),
         (
             {"mask": torch.ones(36, dtype=torch.uint8)},
-            r"mask: expected at least 37 elements for request 1 \(2 tree nodes, prefix 6, "
-            "layout 'full'\\), got 36: it is too short",
+            r"mask: expected at least 37 elements for request 1 \(2 tree nodes, prefix 6\), "
+            "got 36: it is too short",
         ),
         (
             {
                 "mask": torch.ones(4, dtype=torch.int64),
-                "layout": MaskLayout.PACKED,
                 "mask_indptr": torch.tensor([0, 3, 5]),
             },
             "mask: expected at least 5 elements for request 1",
@@ -91,8 +98,13 @@ def test_what_lies_beyond_the_offsets_is_not_looked_at() -> None:
             "mask_indptr: expected offsets of at least 0, got -1 at request 0",
         ),
         (
-            {"mask": torch.ones(13, dtype=torch.uint8), "mask_indptr": torch.tensor([0, 9, 13])},
-            "mask_indptr: expected a step of 21 for layout 'full'.*pass mask_layout='draft'",
+            {"mask": torch.ones(37, dtype=torch.uint8), "mask_indptr": torch.tensor([0, 20, 36])},
+            r"mask_indptr: expected a step of 9 or 21 at request 0 \(3 tree nodes, prefix 4, "
+            r"torch.uint8 mask\), got 20",
+        ),
+        (
+            {"mask": torch.ones(37, dtype=torch.int64)},
+            "mask_indptr: expected a step of 3 at request 0",
         ),
     ],
 )

@@ -8,9 +8,9 @@ import itertools
 import pytest
 import torch
 
-from kdtree_engine.arguments import MaskLayout
-from kdtree_engine.reference.masks import MaskLayout as ReferenceLayout
-from kdtree_engine.reference.masks import pack_masks, tree_mask
+from kdtree_engine.attention import tree_verify_attention
+from kdtree_engine.contents import MaskRows
+from kdtree_engine.reference.masks import MaskLayout, pack_masks, tree_mask
 from kdtree_engine.split_kv import merge_partials, partial_attention, visible_nodes
 
 SCALE = 192**-0.5
@@ -72,27 +72,30 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 3, 9, 64, 65, 128])
-@pytest.mark.parametrize(
-    ("layout", "reference"),
-    [
-        (MaskLayout.FULL, ReferenceLayout.FULL),
-        (MaskLayout.DRAFT, ReferenceLayout.DRAFT),
-        (MaskLayout.PACKED, ReferenceLayout.PACKED),
-    ],
-)
-def test_each_layout_reads_back(nodes: int, layout: MaskLayout, reference: ReferenceLayout) -> None:
+@pytest.mark.parametrize("layout", list(MaskLayout))
+def test_each_layout_reads_back(nodes: int, layout: MaskLayout) -> None:
     masks = [
         tree_mask(torch.tensor([-1, *(child // fan for child in range(nodes - 1))]))
         for fan in (1, 2)
     ]
     prefixes = [5, 0]
-    packed, starts = pack_masks(masks, prefixes, reference)
+    packed, starts = pack_masks(masks, prefixes, layout)
     for request, mask in enumerate(masks):
-        found = visible_nodes(packed, int(starts[request]), layout, prefixes[request], nodes)
+        start = int(starts[request])
+        stride = (int(starts[request + 1]) - start) // nodes
+        found = visible_nodes(packed, MaskRows(start, stride), nodes)
         assert torch.equal(found, mask)
 
 
 def test_no_mask_is_a_chain() -> None:
-    assert torch.equal(
-        visible_nodes(None, 0, MaskLayout.NONE, 7, 4), torch.ones(4, 4).tril().bool()
+    assert torch.equal(visible_nodes(None, MaskRows(0, 0), 4), torch.ones(4, 4).tril().bool())
+
+
+def test_a_row_that_is_nan_shows_where_it_is_seen() -> None:
+    pool = torch.randn(2, 576, generator=torch.Generator().manual_seed(1))
+    pool[0] = float("nan")
+    numbers = [torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [0, 1], [0], [1])]
+    found = tree_verify_attention(
+        torch.randn(1, 1, 576), pool, *numbers, sm_scale=0.1, return_lse=True
     )
+    assert all(tensor.isnan().all() for tensor in found)

@@ -221,7 +221,7 @@ def test_a_launch_brings_what_the_table_says(
     steps = torch.tensor([0, 5, 10])
     with library.using(tmp_path / "any.so"):
         attention._cuda(
-            q, pool, steps, steps, None, torch.arange(10), None, None, 0, 1.0, 5, deterministic,
+            q, pool, steps, steps, None, torch.arange(10), None, None, 1.0, 5, deterministic,
             torch.zeros(10, 8, 512), None,
         )  # fmt: skip
     table = load_table(table_path("sm_90"))

@@ -74,7 +74,6 @@ class KdtreeMlaBackend(TritonAttnBackend):  # type: ignore[misc]  # SGLang is un
             qo_indptr=metadata.qo_indptr,
             mask=metadata.custom_mask,
             mask_indptr=None if metadata.custom_mask is None else metadata.mask_indptr,
-            mask_layout=None if metadata.custom_mask is None else "full",
             max_nodes=metadata.max_extend_len,
         )
 
@@ -112,7 +111,6 @@ class KdtreeMlaBackend(TritonAttnBackend):  # type: ignore[misc]  # SGLang is un
             qo_indptr=self._one_each[: requests + 1],
             mask=self._unseen,
             mask_indptr=self._one_each[: requests + 1],
-            mask_layout="draft",
             max_nodes=1,
         )
 
@@ -151,7 +149,6 @@ class KdtreeMlaBackend(TritonAttnBackend):  # type: ignore[misc]  # SGLang is un
         qo_indptr: torch.Tensor,
         mask: torch.Tensor | None,
         mask_indptr: torch.Tensor | None,
-        mask_layout: Any,
         max_nodes: int,
     ) -> torch.Tensor:
         heads = layer.tp_q_head_num
@@ -174,7 +171,6 @@ class KdtreeMlaBackend(TritonAttnBackend):  # type: ignore[misc]  # SGLang is un
             max_nodes=max_nodes,
             out=out,
             deterministic=self.enable_deterministic,
-            mask_layout=mask_layout,
         )
         return out.view(-1, heads * LATENT_DIM)
 

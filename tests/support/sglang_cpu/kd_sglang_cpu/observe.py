@@ -90,8 +90,7 @@ def _watch(backend: Any, *_: Any, **__: Any) -> None:
 
 
 def _trees(call: dict[str, Any], kv_indptr: torch.Tensor) -> list[torch.Tensor]:
-    """The T x T part of each request's mask of layout "full", T x (L + T) bytes."""
-    assert call["mask_layout"] == "full", call["mask_layout"]
+    """The T x T part of each request's mask of T x (L + T) bytes."""
     trees = []
     lengths, nodes = kv_indptr.diff().tolist(), call["qo_indptr"].diff().tolist()
     for start, length, count in zip(call["mask_indptr"].tolist(), lengths, nodes, strict=False):
