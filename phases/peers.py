@@ -195,31 +195,7 @@ def _load_sglang_extend() -> Any:
 def _sglang_extend(kernel: Any, regime: Regime) -> Operation:
     """SGLang's extend kernel as its Triton backend calls it for target-verify, tree included."""
 
-    def operation(*tensors: torch.Tensor) -> torch.Tensor:
-        q, pool, qo_indptr, kv_indptr, kv_indices, _, mask, mask_indptr, k, v = tensors
-        out = q.new_empty((*q.shape[:2], _LATENT))
-        rows = pool.unsqueeze(1)
-        kernel.extend_attention_fwd(
-            q,
-            k,
-            v,
-            out,
-            rows,
-            rows[..., :_LATENT],
-            qo_indptr,
-            kv_indptr,
-            kv_indices,
-            mask,
-            True,  # is_causal
-            mask_indptr,
-            regime.nodes,  # max_len_extend
-            1.0,  # k_scale
-            1.0,  # v_scale
-            sm_scale=regime.sm_scale,
-        )
-        return out
-
-    return operation
+    return _sglang(kernel.extend_attention_fwd, regime, tree=True)
 
 
 def _load_sglang_verify_mla() -> Any:
@@ -229,11 +205,18 @@ def _load_sglang_verify_mla() -> Any:
 def _sglang_verify_mla(kernel: Any, regime: Regime) -> Operation:
     """SGLang's grouped-head verify kernel, which its backend uses on AMD and for chains alone."""
 
+    launch = functools.partial(kernel.verify_shared_kv_fwd, max_bs=regime.batch)
+    return _sglang(launch, regime, tree=False)
+
+
+def _sglang(launch: Callable[..., object], regime: Regime, *, tree: bool) -> Operation:
+    """One of SGLang's kernels, whose first arguments are the same; False from one: not taken."""
+
     def operation(*tensors: torch.Tensor) -> torch.Tensor:
-        q, pool, qo_indptr, kv_indptr, kv_indices, _, _, _, k, v = tensors
+        q, pool, qo_indptr, kv_indptr, kv_indices, _, mask, mask_indptr, k, v = tensors
         out = q.new_empty((*q.shape[:2], _LATENT))
         rows = pool.unsqueeze(1)
-        taken = kernel.verify_shared_kv_fwd(
+        taken = launch(
             q,
             k,
             v,
@@ -243,17 +226,16 @@ def _sglang_verify_mla(kernel: Any, regime: Regime) -> Operation:
             qo_indptr,
             kv_indptr,
             kv_indices,
-            None,  # custom_mask
+            mask if tree else None,
             True,  # is_causal
-            None,  # mask_indptr
+            mask_indptr if tree else None,
             regime.nodes,  # max_len_extend
             1.0,  # k_scale
             1.0,  # v_scale
             sm_scale=regime.sm_scale,
-            max_bs=regime.batch,
         )
-        if not taken:
-            raise RuntimeError(f"verify_shared_kv_fwd does not take {regime}")
+        if taken is False:
+            raise RuntimeError(f"SGLang's kernel does not take {regime}")
         return out
 
     return operation
@@ -322,4 +304,3 @@ PEERS = (
     Peer("flashinfer-fa3", _load_flashinfer, functools.partial(_flashinfer, "fa3"), _all_slots),
     Peer("flashmla", _load_flashmla, _flashmla, _pages),
 )
-"""None of these adapters has been run on a GPU by this project yet."""

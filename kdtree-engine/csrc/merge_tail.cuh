@@ -67,7 +67,8 @@ template <typename T, int kTeams>
 __device__ __forceinline__ void merge_rows(const TreeVerifyParams& p, char* memory) {
   static_assert(kVDim * sizeof(T) + sizeof(float2) <= kPartialRowBytes,
                 "a 16-bit partial row takes the place of a float32 one");
-  const int team = threadIdx.x / kTeamThreads, t = threadIdx.x % kTeamThreads, lane = t & 31;
+  const unsigned thread = thread_number();
+  const int team = thread / kTeamThreads, t = thread % kTeamThreads, lane = t & 31;
   char* const values_sm = memory + team * kTeamBytes;
   float2* const ms_sm = reinterpret_cast<float2*>(values_sm + kTeamValues);
   float* const sums = reinterpret_cast<float*>(ms_sm + kMostSplits);  // [split group][column]

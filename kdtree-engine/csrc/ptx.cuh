@@ -98,6 +98,11 @@ __device__ __forceinline__ __half from_float<__half>(float x) { return __float2h
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 
+// A hint, for memory that will be read soon; it also brings the page's address translation near.
+__device__ __forceinline__ void prefetch(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
 // Asynchronous copies of 16 bytes, in groups.
 __device__ __forceinline__ void cp_async_16(uint32_t dst, const void* src) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");

@@ -71,7 +71,7 @@ struct WgTile {
   static constexpr int kEmpty = kSlots;         // a block is free
   static constexpr int kPFull = 2 * kSlots;     // P, the factors and `moved` are there
   static constexpr int kPEmpty = kPFull + 1;
-  static constexpr int kQEmpty = kPFull + 2;    // the piece's scores are done with Q
+  static constexpr int kQEmpty = kPFull + 2;    // the piece's scores are done with Q and its memory
   static constexpr int kStatsFull = kPFull + 3;
   static constexpr int kStatsEmpty = kPFull + 4;
   static constexpr int kPieceFull = kPFull + 5;  // an entry of the queue is filled
@@ -80,6 +80,7 @@ struct WgTile {
   static constexpr int kBarrierCount = kQFull + 2;
   static constexpr int kSmemBytes = kBarriers + kBarrierCount * 8;
 
+  static_assert(kRows * 128 <= kColumnBlocks * kQBlockBytes, "the lanes' sums meet in Q's memory");
   static_assert(kRows % 8 == 0, "packed rows are the N side of wgmma: multiples of 8");
   static_assert(kSlots >= 10, "a tile is nine blocks; fewer slots than that and one deadlocks");
   static_assert(kNTiles * 2 <= 32, "a lane's rows of a tile are the bits of a word");
@@ -150,6 +151,10 @@ class PieceQueue {
     taken_ -= ahead;
     return piece;
   }
+  // Without a wait: for who has seen it already.
+  __device__ __forceinline__ const Piece& at_hand() const {
+    return reinterpret_cast<const Piece*>(smem_ptr_ + C::kPieces)[taken_ % kPieceSlots];
+  }
   __device__ __forceinline__ void done() {
     __syncwarp();
     if ((threadIdx.x & 31) == 0) mbarrier_arrive(barrier<C>(smem_, C::kPieceEmpty + taken_ % kPieceSlots));
@@ -165,6 +170,22 @@ class PieceQueue {
 
 // Blocks of a tile in ring order: the rope columns, then the latent ones.
 __device__ __forceinline__ int column_block(int ring_block) { return ring_block == 0 ? 8 : ring_block - 1; }
+
+// What other roles will touch for the first time, each on a page of its own: an address that has not been
+// translated of late costs more than the memory behind it.
+__device__ __forceinline__ void prefetch_pages(const TreeVerifyParams& p, int which) {
+  const void* page = nullptr;
+  if (which == 0) page = p.kv_indices.data;
+  if (which == 1) page = p.draft_slots.data;
+  if (which == 2) page = p.mask_indptr.data;
+  if (which == 3) page = p.mask;
+  if (which == 4) page = p.kv_pool;
+  if (which == 5) page = p.partial_out;
+  if (which == 6) page = p.partial_ms;
+  if (which == 7) page = p.out;
+  if (which == 8) page = p.arrivals;
+  if (page != nullptr) prefetch(page);
+}
 
 template <class C>
 __device__ __forceinline__ void init_barriers(uint32_t smem) {
@@ -184,7 +205,7 @@ __device__ __forceinline__ void init_barriers(uint32_t smem) {
 template <class C>
 __device__ __forceinline__ void copy_role(const TreeVerifyParams& p, char* smem_ptr, uint32_t smem) {
   // A warp's 32 copies are 4 rows x 8 chunks; a thread serves rows tid / 8 + 16 k, always chunk tid % 8.
-  const int tid = threadIdx.x & 127;
+  const int tid = thread_number() & 127;
   const int row0 = tid >> 3, chunk = tid & 7;
   const uint32_t dst0 = smem + row0 * 128 + ((chunk ^ (row0 & 7)) << 4);
 
@@ -249,13 +270,11 @@ __device__ __forceinline__ void products_with_q(float (&s)[C::kNTiles * 4], uint
 }
 
 // Of the scores of tile i, those that the tree mask hides become what exp2 makes 0 of. Through `scratch`, a slot
-// of the ring that is free but not yet given back, the warps tell each other the bits of the nodes' masks. In the
-// rehearsal only the mask is read.
+// of the ring that is free but not yet given back, the warps tell each other the bits of the nodes' masks.
 template <class C>
 __device__ __forceinline__ void hide_unseen(const TreeVerifyParams& p, const Piece& piece, float (&s)[C::kNTiles * 4],
-                                            int i, uint32_t* scratch, bool rehearsal) {
+                                            int i, uint32_t* scratch) {
   constexpr int kGroup = 1;
-  const int tid = threadIdx.x & 127, lane = tid & 31, warp = tid >> 5;
   const int row0 = piece.tile * C::kRows, rows = min(C::kRows, piece.nodes * p.heads - row0);
   const int first_node = row0 / p.heads;
   const int nodes = (row0 + rows - 1) / p.heads + 1 - first_node, words = (piece.nodes + 31) / 32;
@@ -263,6 +282,7 @@ __device__ __forceinline__ void hide_unseen(const TreeVerifyParams& p, const Pie
   group_sync(kGroup);  // nobody's product reads the slot any more
 #pragma unroll 1
   for (int w = 0; w < words; ++w) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
 #pragma unroll 1
     for (int t = warp; t < nodes; t += 16) {
       bool sees[4];  // four loads under way at once
@@ -271,26 +291,27 @@ __device__ __forceinline__ void hide_unseen(const TreeVerifyParams& p, const Pie
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const unsigned bits = __ballot_sync(0xffffffffu, sees[k]);
-        if (lane == 0 && t + 4 * k < nodes && !rehearsal) scratch[(t + 4 * k) * 4 + w] = bits;
+        if (lane == 0 && t + 4 * k < nodes) scratch[(t + 4 * k) * 4 + w] = bits;
       }
     }
   }
   uint8_t* const node_of = reinterpret_cast<uint8_t*>(scratch + C::kRows * 4);  // [row]
-  if (tid < C::kRows && !rehearsal)
-    node_of[tid] = static_cast<uint8_t>(min((row0 + tid) / p.heads, piece.nodes - 1) - first_node);
+  if (const int row = threadIdx.x & 127; row < C::kRows)
+    node_of[row] = static_cast<uint8_t>(min((row0 + row) / p.heads, piece.nodes - 1) - first_node);
   group_sync(kGroup);
 
   // Which of this lane's rows see its tokens j0 and j0 + 8, a bit a row. Where the eight rows of an n tile are of
   // one node, the two that the lane has of it are asked for together.
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
   const int col = (lane & 3) * 2, step = p.heads % 8 == 0 ? 2 : 1;
   const int j0 = i * C::kBlock + warp * 16 + (lane >> 2) - piece.prefix;  // node, or < 0: prefix
   uint32_t seen0 = 0, seen1 = 0;
 #pragma unroll 1
   for (int e = 0; e < C::kNTiles * 2; e += step) {
-    const uint32_t* const bits = scratch + (rehearsal ? 0 : node_of[(e >> 1) * 8 + col + (e & 1)] * 4);
+    const uint32_t* const bits = scratch + node_of[(e >> 1) * 8 + col + (e & 1)] * 4;
     const auto sees = [&](int j) {
       if (j < 0) return true;
-      return j < piece.nodes && !rehearsal && (bits[j >> 5] >> (j & 31) & 1) != 0;  // beyond the tree: seen by none
+      return j < piece.nodes && (bits[j >> 5] >> (j & 31) & 1) != 0;  // beyond the tree: seen by none
     };
     const uint32_t both = step == 2 ? 3u : 1u;
     if (sees(j0)) seen0 |= both << e;
@@ -309,7 +330,7 @@ template <class C>
 __device__ __forceinline__ void scores_role(const TreeVerifyParams& p, char* smem_ptr, uint32_t smem) {
   using T = typename C::T;
   constexpr int kGroup = 1;  // number of this warpgroup's own barrier
-  const int tid = threadIdx.x & 127, lane = tid & 31, warp = __shfl_sync(0xffffffffu, tid >> 5, 0);
+  const int tid = thread_number() & 127, lane = tid & 31, warp = __shfl_sync(0xffffffffu, tid >> 5, 0);
   float* ref = reinterpret_cast<float*>(smem_ptr + C::kRef);
   // While nobody reads P its memory takes what the 32 lanes that share a row have to tell each other.
   float* lanes_sm = reinterpret_cast<float*>(smem_ptr + C::kP);
@@ -378,15 +399,13 @@ __device__ __forceinline__ void scores_role(const TreeVerifyParams& p, char* sme
         __syncwarp();  // all lanes have read what they wanted of the slot
         if (lane != 0 || rehearsal) return;
         mbarrier_arrive(barrier<C>(smem, C::kEmpty + rope_slot));
-        if (i + 1 == piece.end) mbarrier_arrive(barrier<C>(smem, C::kQEmpty));
       };
       const bool tail = (i + 1) * C::kBlock > piece.prefix;
       if (!tail) give_back();
 #pragma unroll
       for (int e = 0; e < C::kNTiles * 4; ++e) s[e] *= scale;
-      if (tail) {
-        hide_unseen<C>(p, piece, s, i, reinterpret_cast<uint32_t*>(smem_ptr + C::kKv + rope_slot * C::kSlotBytes),
-                       rehearsal);
+      if (tail && !rehearsal) {
+        hide_unseen<C>(p, piece, s, i, reinterpret_cast<uint32_t*>(smem_ptr + C::kKv + rope_slot * C::kSlotBytes));
         give_back();
       }
 
@@ -448,15 +467,27 @@ __device__ __forceinline__ void scores_role(const TreeVerifyParams& p, char* sme
       turn ^= kOdd;
     }
 
-    mbarrier_wait(barrier<C>(smem, C::kPEmpty), turn & kOdd ? 0 : 1);  // the last tile's P is read
+    // The lanes' sums meet where Q was, which no product of this piece reads any more.
+    float* const sums_sm = reinterpret_cast<float*>(smem_ptr + C::kQ);
+    float* const my_sums = sums_sm + (warp * 8 + (lane >> 2)) * C::kRows + (lane & 3) * 2;
+    if (!rehearsal) {
 #pragma unroll
-    for (int n = 0; n < C::kNTiles; ++n)
-      *reinterpret_cast<float2*>(my_lane_sm + n * 8) = make_float2(sum[n][0], sum[n][1]);
+      for (int n = 0; n < C::kNTiles; ++n)
+        *reinterpret_cast<float2*>(my_sums + n * 8) = make_float2(sum[n][0], sum[n][1]);
+    }
     group_sync(kGroup);
-    if (tid < C::kRows) {
-      float total = 0.0f;
+    float total = 0.0f;
+    if (tid < C::kRows && !rehearsal) {
 #pragma unroll 8
-      for (int w = 0; w < 32; ++w) total += lanes_sm[w * C::kRows + tid];
+      for (int w = 0; w < 32; ++w) total += sums_sm[w * C::kRows + tid];
+    }
+    if (!rehearsal) {
+      proxy_fence();  // these, before what the copy engine writes there
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(barrier<C>(smem, C::kQEmpty));
+    }
+    mbarrier_wait(barrier<C>(smem, C::kPEmpty), turn & kOdd ? 0 : 1);  // the last tile's factors are read
+    if (tid < C::kRows) {
       const float top = ref[tid];
       const float inverse = total > 0.0f ? 1.0f / total : total;  // 0 for a row that saw nothing, NaN stays
       if (!rehearsal) inverse_sm[tid] = inverse;
@@ -495,8 +526,7 @@ __device__ __forceinline__ void values_role(const TreeVerifyParams& p, const CUt
                                             uint32_t smem, int half) {
   using T = typename C::T;
   const int group = 2 + half;  // number of this warpgroup's own barrier
-  const int tid = threadIdx.x & 127, lane = tid & 31, warp = __shfl_sync(0xffffffffu, tid >> 5, 0);
-  const int col = (lane & 3) * 2;
+  const int lane = threadIdx.x & 31, col = (lane & 3) * 2;
   const float* factor_sm = reinterpret_cast<const float*>(smem_ptr + C::kFactor);
   const float* inverse_sm = reinterpret_cast<const float*>(smem_ptr + C::kInverse);
 
@@ -508,30 +538,34 @@ __device__ __forceinline__ void values_role(const TreeVerifyParams& p, const CUt
 
   PieceQueue<C> queue(smem_ptr, smem);
   Ring<C> ring;
-  uint32_t tiles = 0;
-  const Piece* current = nullptr;
+  // Two bits: whether the tiles so far are an odd number, and whether there is no piece at hand yet.
+  constexpr uint32_t kOdd = 1, kNone = 2;
+  uint32_t state = kNone;
 #pragma unroll 1
   for (;;) {
+    const bool rehearsal = (state & kNone) != 0;  // see the head of this file
     // First of all the next piece's Q, which the scores wait for.
-    const Piece* const following = queue.peek(current != nullptr);
-    if (following != nullptr && half == 0 && warp == 0 && elect_lane())
-      load_q<C>(p, q_map, *following, smem, queue.taken() + (current != nullptr));
+    const Piece* const following = queue.peek(rehearsal ? 0 : 1);
+    const bool more = following != nullptr;
+    if (more && half == 0 && (threadIdx.x & 96) == 0 && elect_lane())
+      load_q<C>(p, q_map, *following, smem, queue.taken() + (rehearsal ? 0 : 1));
     __syncwarp();
-    const bool rehearsal = current == nullptr;  // see the head of this file
-    if (rehearsal && following == nullptr) break;
+    if (rehearsal && !more) break;
+    if (more && half == 1 && following->end * C::kBlock > following->prefix)
+      MaskView(p, following->request, following->prefix, following->nodes).prefetch_row(threadIdx.x & 127);
 
     // Results, divided by their sums and 16 bits wide, to `out` or to the workspace. They pass through the
     // slots of the last tile's blocks, two column blocks at a time, a row of 64 columns being 128 bytes
     // in the swizzle: rows 0-63 of either block in a slot of its own, rows 64-71 of both in a third.
-    const Piece& piece = rehearsal ? *following : *current;
+    const Piece& piece = queue.at_hand();
     if (!rehearsal) mbarrier_wait(barrier<C>(smem, C::kStatsFull), queue.taken() & 1);
     const int rows = rehearsal ? 0 : min(C::kRows, piece.nodes * p.heads - piece.tile * C::kRows);
     const bool partial = piece.partial_row >= 0;
     const int64_t row0 = partial ? piece.partial_row
                                  : static_cast<int64_t>(piece.token) * p.heads + piece.tile * C::kRows;
     T* const results = static_cast<T*>(partial ? static_cast<void*>(p.partial_out) : p.out) + row0 * kVDim;
-    const int matrix = lane >> 3;
-    const uint32_t turned = ((matrix >> 1) * 8 + (lane & 7)) * 128 + (((warp * 2 + (matrix & 1)) ^ (lane & 7)) << 4);
+    const int tid = thread_number() & 127, warp = tid >> 5, matrix = tid >> 3 & 3;
+    const uint32_t turned = ((matrix >> 1) * 8 + (tid & 7)) * 128 + (((warp * 2 + (matrix & 1)) ^ (tid & 7)) << 4);
     const int chunk = tid & 7;
 #pragma unroll
     for (int round = 0; round < 2; ++round) {
@@ -559,18 +593,17 @@ __device__ __forceinline__ void values_role(const TreeVerifyParams& p, const CUt
       }
       group_sync(group);
       const int out_row = tid >> 3;  // of 16 at a time
-      const char* const third =
-          smem_ptr + C::kKv + ring.slot_of(5 + half) * C::kSlotBytes + out_row * 128 + ((chunk ^ (out_row & 7)) << 4);
+      const uint32_t turned_back = smem + C::kKv + out_row * 128 + ((chunk ^ (out_row & 7)) << 4);
+      const uint32_t third = turned_back + ring.slot_of(5 + half) * C::kSlotBytes;
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
-        const char* from = smem_ptr + C::kKv + ring.slot_of(1 + 2 * side + half) * C::kSlotBytes + out_row * 128 +
-                           ((chunk ^ (out_row & 7)) << 4);
+        const uint32_t from = turned_back + ring.slot_of(1 + 2 * side + half) * C::kSlotBytes;
         T* const to = results + out_row * kVDim + (2 * (round * 2 + side) + half) * 64 + chunk * 8;
 #pragma unroll
         for (int r = 0; r < C::kRows; r += 16)
           if (r + out_row < rows)
             *reinterpret_cast<uint4*>(to + r * kVDim) =
-                *reinterpret_cast<const uint4*>(r < 64 ? from + r * 128 : third + side * 1024);
+                load_shared_16(r < 64 ? from + r * 128 : third + side * 1024);
       }
     }
     if (!rehearsal) {
@@ -583,13 +616,13 @@ __device__ __forceinline__ void values_role(const TreeVerifyParams& p, const CUt
       ring.advance(9);
       queue.done();
     }
-    if (following == nullptr) break;
+    if (!more) break;
 
-    current = following;
-    const int begin = current->begin, end = current->end;
+    state &= ~kNone;
+    const int begin = queue.at_hand().begin, end = queue.at_hand().end;
 #pragma unroll 1
     for (int i = begin; i < end; ++i) {
-      mbarrier_wait(barrier<C>(smem, C::kPFull), tiles & 1);
+      mbarrier_wait(barrier<C>(smem, C::kPFull), state & kOdd);
       const int begun = i > begin;
       if (begun && *reinterpret_cast<const volatile int*>(smem_ptr + C::kMoved)) {
 #pragma unroll
@@ -626,7 +659,7 @@ __device__ __forceinline__ void values_role(const TreeVerifyParams& p, const CUt
       if (release) mbarrier_arrive(barrier<C>(smem, C::kEmpty + ring.slot_of(7 + half)));
       if (lane == 0) mbarrier_arrive(barrier<C>(smem, C::kPEmpty));
       if (i + 1 < end) ring.advance(9);
-      ++tiles;
+      state ^= kOdd;
     }
   }
 }
@@ -638,9 +671,11 @@ __global__ void __launch_bounds__(kWgThreads, 1)
   extern __shared__ __align__(1024) char smem_ptr[];
   const uint32_t smem = smem_addr(smem_ptr);
   const int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
+  // Registers: 40 + 120 + 2 x 176 of the 512 a thread of each role would share; for the merge, 128 each.
   if (role == 0) {
     registers_release<40>();
     init_barriers<C>(smem);
+    prefetch_pages(p, threadIdx.x - 64);
     __syncthreads();
     copy_role<C>(p, smem_ptr, smem);
     registers_take<128>();

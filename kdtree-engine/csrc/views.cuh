@@ -2,6 +2,7 @@
 #pragma once
 
 #include "params.h"
+#include "ptx.cuh"
 #include "schedule.cuh"
 
 namespace kdtree {
@@ -49,6 +50,13 @@ class MaskView {
       stride_ = before + all;
       base_ += before;
     }
+  }
+
+  // Brings the first bytes of node t's row near.
+  __device__ __forceinline__ void prefetch_row(int t) const {
+    if (layout_ == MaskLayout::kCausal || t >= nodes_) return;
+    const int64_t row = base_ + static_cast<int64_t>(t) * stride_;
+    prefetch(static_cast<const char*>(mask_) + (layout_ == MaskLayout::kPacked ? row * 8 : row));
   }
 
   __device__ __forceinline__ bool sees(int t, int j) const {

@@ -85,6 +85,18 @@ __device__ __forceinline__ void tensor_copy(uint32_t dst, const void* map, int c
           dst),
       "l"(map), "r"(column), "r"(row), "r"(bar) : "memory");
 }
+__device__ __forceinline__ uint4 load_shared_16(uint32_t addr) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(addr) : "memory");
+  return v;
+}
+// threadIdx.x, but asked for here and not before: what follows from it is not kept in registers from the
+// kernel's beginning on, for code that comes late.
+__device__ __forceinline__ unsigned thread_number() {
+  unsigned number;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
+  return number;
+}
 // A read-only load that stays where it is written among other volatile instructions.
 __device__ __forceinline__ int load_now(const int* from) {
   int value;

@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 VERSION = 1
+_LARGEST = 2**31 - 1
 BODIES = ("mma", "wgmma")
 """The sets of kernels: on mma.sync, and on warpgroup products (sm_90 alone has them)."""
 TABLES = pathlib.Path(__file__).parent / "tables"
@@ -187,7 +188,7 @@ def table_of(architecture: str) -> Table | None:
 def load_table(path: pathlib.Path) -> Table:
     """The table in a file that is named after its architecture. ConfigError names the field."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -232,6 +233,15 @@ def table_text(table: Table) -> str:
         f'{{\n "version": {VERSION},\n "architecture": {json.dumps(table.architecture)},\n'
         f' "body": {json.dumps(table.body)},\n "bodies": {{\n{bodies}\n }}\n}}\n'
     )
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON in which no name is there twice; json alone would keep the last."""
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"the name {name!r} is there twice in one object")
+    return dict(pairs)
 
 
 def _within(value: int, limit: int | None) -> bool:
@@ -344,14 +354,15 @@ class _Fields:
 
     def number(self, name: str, least: int) -> int:
         value = self.take(name, int)
-        if value < least:
-            raise self.fault(name, f"expected at least {least}, got {value}")
+        if not least <= value <= _LARGEST:
+            told = str(value)[:20]
+            raise self.fault(name, f"expected {least}..{_LARGEST}, got {told}")
         return int(value)
 
     def positive(self, name: str) -> float:
         value = self._left.get(name)
         if isinstance(value, int) and not isinstance(value, bool):
-            self._left[name] = float(value)
+            self._left[name] = float(value) if abs(value) <= _LARGEST else float("inf")
         value = self.take(name, float)
         if not 0 < value < float("inf"):
             raise self.fault(name, f"expected a positive number, got {value}")

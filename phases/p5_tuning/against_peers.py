@@ -20,6 +20,8 @@ __all__ = ["BAR", "against_peers"]
 BAR = "flashinfer-fa2"
 """The peer of the same instruction class, which the kernel has to beat."""
 REGIMES = tuple(target.regime for target in TARGETS)
+LEAST_REGIMES = 0.75
+"""In this share of the regimes the peer to beat has to be right, or little is shown."""
 _CUDA = torch.device("cuda")
 
 
@@ -37,14 +39,14 @@ def against_peers(
     By the rotated method, slots scattered, each peer right after the kernel and on the same seeds.
     A peer that is wrong or fails in a regime has no ratio there.
 
-    Raises MissingError where FlashInfer is not installed; ValueError where its fa2 kernel is not
-    right in any regime, as then nothing is shown.
+    Raises MissingError where FlashInfer is not installed; ValueError, with the reason, where its
+    fa2 kernel is not right in three of four regimes, as then little is shown.
     """
     installed = _installed(peers)
     bandwidth = copy_bandwidth(device)
     figures: list[Figure] = []
     ratios: dict[Regime, float] = {}
-    why = "no regime was given"
+    left_out: list[str] = []
     for done, regime in enumerate(regimes):
         ctx.progress(done, len(regimes), str(regime))
         ours = time_regime(
@@ -72,15 +74,18 @@ def against_peers(
             except Exception as error:  # a shape that it does not take, or a wrong result
                 if peer.name == BAR:
                     told = " ".join(str(error).split())[:300]
-                    why = f"{regime}: {type(error).__name__}: {told}"
+                    left_out.append(f"{regime}: {type(error).__name__}: {told}")
                 continue
             figures.append(
                 Figure(f"{regime}, over {peer.name}, {peer.mask}", theirs / ours, Unit.SPEEDUP)
             )
             if peer.name == BAR:
                 ratios[regime] = theirs / ours
-    if not ratios:
-        raise ValueError(f"{BAR} was right in no regime, so nothing is shown ({why})")
+    if not ratios or len(ratios) < LEAST_REGIMES * len(regimes):
+        raise ValueError(
+            f"{BAR} was right in {len(ratios)} of {len(regimes)} regimes, so little is shown "
+            f"({'; '.join(left_out) or 'no regime was given'})"
+        )
     figures = [
         Figure(f"least speed-up over {BAR}", min(ratios.values()), Unit.SPEEDUP),
         Figure(f"regimes that {BAR} does", len(ratios), Unit.COUNT),

@@ -105,18 +105,19 @@ def test_every_entry_of_this_gpus_table_is_right(inputs: AttentionInputs) -> Non
 
 
 def test_what_is_launched_is_what_the_table_says(inputs: AttentionInputs) -> None:
-    """Tiles differ in the order of their sums, so their bits tell them apart."""
-
-    def forced(*numbers: int) -> torch.Tensor:
+    def launched(*numbers: int) -> list[str]:
+        """Names of the kernels of a call; the attention's has its tile in it."""
         library.set_tuning(*numbers)
+        cuda = torch.profiler.ProfilerActivity.CUDA
         try:
-            out = tree_verify_attention(
-                *inputs.tensors(), sm_scale=CASE.sm_scale, max_nodes=max(CASE.trees)
-            )
+            with torch.profiler.profile(activities=[cuda]) as profile:
+                tree_verify_attention(
+                    *inputs.tensors(), sm_scale=CASE.sm_scale, max_nodes=max(CASE.trees)
+                )
+                torch.cuda.synchronize()
         finally:
             library.set_tuning(*built_in_tuning())
-        assert isinstance(out, torch.Tensor)
-        return out
+        return [event.name for event in profile.events() if "kdtree" in event.name]
 
     library = kernels()
     rows, batch = max(CASE.trees) * inputs.q.shape[1], len(CASE.trees)
@@ -124,6 +125,8 @@ def test_what_is_launched_is_what_the_table_says(inputs: AttentionInputs) -> Non
     said = choice(architecture, rows, batch, deterministic=False, body=asked_body())
     if said == BUILT_IN:
         pytest.skip("no table for this architecture and body")
-    assert torch.equal(forced(*built_in_tuning()), forced(*dataclasses.astuple(said)))
+    by_table = launched(*built_in_tuning())
+    assert by_table
+    assert by_table == launched(*dataclasses.astuple(said))
     other = 16 if said.row_tile != 16 else 24
-    assert not torch.equal(forced(*built_in_tuning()), forced(other, said.block_tokens, 0))
+    assert by_table != launched(other, said.block_tokens, 0)

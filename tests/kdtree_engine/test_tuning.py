@@ -91,7 +91,9 @@ def changed(path: str, value: object) -> dict[str, Any]:
         ("bodies.mma.entries.0.rows_up_to", 80, "entries: are sorted by rows_up_to"),
         ("bodies.mma.entries.0.row_tile", "32", r"entries\[0\].row_tile: expected a whole number"),
         ("bodies.mma.entries.0.row_tile", True, r"entries\[0\].row_tile: expected a whole number"),
-        ("bodies.mma.entries.0.min_blocks", -1, "min_blocks: expected at least 0, got -1"),
+        ("bodies.mma.entries.0.min_blocks", -1, "min_blocks: expected 0..2147483647, got -1"),
+        ("bodies.mma.entries.0.rows_up_to", 10**400, r"rows_up_to: expected 1\.\.2147483647"),
+        ("bodies.mma.entries.0.measured.times.0.us", 10**400, "us: expected a positive number"),
         ("bodies.mma.entries.0.unmeasured", "both", "is there where 'unmeasured' is not"),
         ("bodies.mma.entries.1.unmeasured", ..., "is there where 'unmeasured' is not"),
         ("bodies.mma.entries.1.unmeasured", "", "unmeasured: expected a text"),
@@ -120,6 +122,9 @@ def test_a_file_is_named_after_its_architecture(tmp_path: pathlib.Path) -> None:
         load_table(path)
     path.write_text("{")
     with pytest.raises(ConfigError, match=r"sm_90\.json: is not JSON"):
+        load_table(path)
+    path.write_text('{"version": 1, "version": 1}')
+    with pytest.raises(ConfigError, match="the name 'version' is there twice"):
         load_table(path)
     path.write_text(json.dumps(TABLE))
     with pytest.raises(ConfigError, match="architecture: sm_120 is not the file's name"):

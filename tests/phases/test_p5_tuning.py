@@ -192,6 +192,7 @@ def against(ctx: Context, *peers: Peer, **options: Any) -> dict[str, float]:
 def test_a_slower_bar_is_passed_and_the_others_are_recorded_without_a_threshold(
     ctx: Context,
 ) -> None:
+    longer = [dataclasses.replace(CHAINS, prefix=CHAINS.prefix + more) for more in (1, 2)]
     found = against(
         ctx,
         peer("flashinfer-fa2", SLOW),
@@ -199,10 +200,10 @@ def test_a_slower_bar_is_passed_and_the_others_are_recorded_without_a_threshold(
         peer("wrong", SLOW, factor=1.5),
         peer("absent", load=absent),
         candidate=delayed(SLOW / 4),
-        regimes=[CHAINS, SMALL],
+        regimes=[CHAINS, *longer, SMALL],
     )
     assert found["least speed-up over flashinfer-fa2"] > 2
-    assert found["regimes that flashinfer-fa2 does"] == 1
+    assert found["regimes that flashinfer-fa2 does"] == 3
     assert found[f"{CHAINS}, over faster, chain"] < 1
     assert found[f"{SMALL}"] > SLOW / 4 * 1e6
     assert not any("wrong" in name or "absent" in name for name in found)
@@ -264,5 +265,10 @@ def test_without_the_peer_to_beat_the_gate_is_blocked(
     ],
 )
 def test_a_bar_that_is_right_nowhere_shows_nothing(ctx: Context, bar: Peer, text: str) -> None:
-    with pytest.raises(ValueError, match=f"was right in no regime, .*{text}"):
+    with pytest.raises(ValueError, match=f"was right in 0 of 1 regimes, .*{text}"):
         against(ctx, bar)
+
+
+def test_a_bar_that_does_few_of_the_regimes_shows_little(ctx: Context) -> None:
+    with pytest.raises(ValueError, match=r"was right in 1 of 2 regimes, .*B=1 H=8 T=3 L=200"):
+        against(ctx, peer("flashinfer-fa2", SLOW), regimes=[CHAINS, SMALL])
