@@ -29,7 +29,7 @@ constexpr int kDeterministicBlocks = 8;  // least stages of a split in determini
 struct Piece {
   int request;
   int begin, end;          // stages, of the prefix followed by the tree nodes
-  int tile;                // of packed rows
+  int row0, rows;          // packed rows of the request
   int prefix, nodes;       // L and T
   int token;               // first token: qo_indptr[request]
   int partial_row;         // where its rows go in the workspace, or -1: the piece is the whole request
@@ -191,25 +191,40 @@ __device__ __forceinline__ Partials partials_of(const TreeVerifyParams& p, const
 __device__ __forceinline__ bool is_one_request(const TreeVerifyParams& p) {
   return p.batch == 1 && !p.deterministic && p.groups > 1;
 }
+//
+// Where it is so short that a third of the blocks, or half, would have all of it (wgmma path), two or three blocks
+// share the rows of a tile that would take them all: `cut` each. What a block leaves for the merge takes longer
+// then than its products.
 struct OneRequest {
-  int token, prefix, nodes, blocks, share;
+  int token, prefix, nodes, blocks, lanes, cut, share;
 
   __device__ __forceinline__ explicit OneRequest(const TreeVerifyParams& p) {
     token = p.qo_indptr[0];
     nodes = min(max(p.qo_indptr[1] - token, 0), p.max_nodes);
     prefix = max(p.kv_indptr[1] - p.kv_indptr[0], 0);
     blocks = nodes == 0 ? 0 : (prefix + nodes + p.block_tokens - 1) >> (31 - __clz(p.block_tokens));
+    lanes = p.lanes;
+    cut = p.row_tile;
     share = share_of(p, blocks);
+    const int rows = nodes * p.heads;
+    if (p.arrivals != nullptr && lanes == 1 && blocks * 2 <= p.groups && rows > 24) {
+      lanes = blocks * 3 <= p.groups ? 3 : 2;
+      cut = ((lanes == 3 ? (rows + 2) / 3 : (rows + 1) / 2) + 7) & ~7;
+    }
+  }
+  // The partial rows of the block that is number `lane` of split `g`.
+  __device__ __forceinline__ int partial_row(int g, int lane) const {
+    return ((g * lanes + lane) * 2 + (g == 0 ? 1 : 0)) * cut;
   }
   // Of packed row `local`; 0 splits: padding.
   __device__ __forceinline__ Partials partials(const TreeVerifyParams& p, int local) const {
     Partials x = {0, 0, 0, 0};
     if (local < 0 || local >= nodes * p.heads) return x;
-    const int tile = local / p.row_tile, in_tile = local - tile * p.row_tile;
+    const int lane = local / cut, in_cut = local - lane * cut;
     x.splits = (blocks + share - 1) / share;
-    x.step = p.lanes * 2 * p.row_tile;
-    x.first = partial_row_of(p, 0, tile, true) + in_tile;
-    x.second = partial_row_of(p, 1, tile, false) + in_tile;
+    x.step = lanes * 2 * cut;
+    x.first = partial_row(0, lane) + in_cut;
+    x.second = partial_row(1, lane) + in_cut;
     return x;
   }
 };
@@ -236,18 +251,19 @@ class Schedule {
   __device__ __forceinline__ bool next(Piece& piece) {
     if (is_one_request(p_)) {
       const OneRequest r(p_);
-      const int group = blockIdx.x / p_.lanes;
+      const int group = blockIdx.x / r.lanes, lane = blockIdx.x - group * r.lanes;
       piece.request = 0;
       piece.token = r.token;
       piece.prefix = r.prefix;
       piece.nodes = r.nodes;
-      piece.tile = blockIdx.x - group * p_.lanes;
+      piece.row0 = lane * r.cut;
+      piece.rows = min(r.cut, r.nodes * p_.heads - piece.row0);
       piece.begin = group * r.share;
       piece.end = min(piece.begin + r.share, r.blocks);
-      piece.partial_row = r.share >= r.blocks ? -1 : partial_row_of(p_, group, piece.tile, group == 0);
+      piece.partial_row = r.share >= r.blocks ? -1 : r.partial_row(group, lane);
       const bool first = pos_ == 0;
       pos_ = 1;
-      return first && piece.begin < piece.end && piece.tile * p_.row_tile < r.nodes * p_.heads;
+      return first && piece.begin < piece.end && piece.rows > 0;
     }
     Line line(p_);
     const int group = blockIdx.x / p_.lanes, lane = blockIdx.x - group * p_.lanes;
@@ -264,12 +280,13 @@ class Schedule {
       if (p_.deterministic) {
         const int tiles = (rows + p_.row_tile - 1) / p_.row_tile;
         const int split = (pos_ - r.start) / tiles;  // tiles of one split are neighbours: they share its rows in L2
-        piece.tile = pos_ - r.start - split * tiles;
+        piece.row0 = (pos_ - r.start - split * tiles) * p_.row_tile;
+        piece.rows = min(p_.row_tile, rows - piece.row0);
         piece.begin = split * r.split_blocks;
         piece.end = min(piece.begin + r.split_blocks, r.blocks);
         piece.partial_row = r.splits == 1
                                 ? -1
-                                : piece.request * kDeterministicRows + split * rows + piece.tile * p_.row_tile;
+                                : piece.request * kDeterministicRows + split * rows + piece.row0;
         pos_ += gridDim.x;
         return true;
       }
@@ -278,7 +295,8 @@ class Schedule {
       piece.end = min(end_ - first, r.blocks);
       if (piece.begin < piece.end && tile_ * p_.row_tile < rows) {
         const GroupRange range = groups_of(p_, r, share_);
-        piece.tile = tile_;
+        piece.row0 = tile_ * p_.row_tile;
+        piece.rows = min(p_.row_tile, rows - piece.row0);
         piece.partial_row =
             range.first == range.last ? -1 : partial_row_of(p_, group, lane, group == range.first);
         tile_ += p_.lanes;

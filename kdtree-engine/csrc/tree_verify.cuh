@@ -100,7 +100,7 @@ __device__ __forceinline__ void run_piece(const TreeVerifyParams& p, const Piece
   using T = typename C::T;
   const int tid = threadIdx.x, lane = tid & 31, warp = __shfl_sync(0xffffffffu, tid >> 5, 0);
   const int rows_total = piece.nodes * p.heads;
-  const int row0 = piece.tile * C::kRows;
+  const int row0 = piece.row0;
   const int rows = min(C::kRows, rows_total - row0);
   const int tokens = piece.prefix + piece.nodes;
   const int first_node = row0 / p.heads;

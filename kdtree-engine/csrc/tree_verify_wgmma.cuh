@@ -275,7 +275,7 @@ template <class C>
 __device__ __forceinline__ void hide_unseen(const TreeVerifyParams& p, const Piece& piece, float (&s)[C::kNTiles * 4],
                                             int i, uint32_t* scratch) {
   constexpr int kGroup = 1;
-  const int row0 = piece.tile * C::kRows, rows = min(C::kRows, piece.nodes * p.heads - row0);
+  const int row0 = piece.row0, rows = piece.rows;
   const int first_node = row0 / p.heads;
   const int nodes = (row0 + rows - 1) / p.heads + 1 - first_node, words = (piece.nodes + 31) / 32;
   const MaskView mask(p, piece.request, piece.prefix, piece.nodes);
@@ -491,8 +491,8 @@ __device__ __forceinline__ void scores_role(const TreeVerifyParams& p, char* sme
       const float top = ref[tid];
       const float inverse = total > 0.0f ? 1.0f / total : total;  // 0 for a row that saw nothing, NaN stays
       if (!rehearsal) inverse_sm[tid] = inverse;
-      const int row0 = piece.tile * C::kRows;
-      if (row0 + tid < piece.nodes * p.heads && !rehearsal) {
+      const int row0 = piece.row0;
+      if (tid < piece.rows && !rehearsal) {
         if (piece.partial_row >= 0) p.partial_ms[piece.partial_row + tid] = make_float2(top, total);
         else if (p.lse != nullptr)
           p.lse[static_cast<int64_t>(piece.token) * p.heads + row0 + tid] = total == 0.0f ? -INFINITY : (top + log2f(total)) / kLog2e;
@@ -510,7 +510,7 @@ template <class C>
 __device__ __forceinline__ void load_q(const TreeVerifyParams& p, const CUtensorMap& map, const Piece& piece,
                                        uint32_t smem, uint32_t index) {
   mbarrier_wait(barrier<C>(smem, C::kQEmpty), (index & 1) ^ 1);
-  const int row = piece.token * p.heads + piece.tile * C::kRows;  // num_tokens * heads passes the launcher
+  const int row = piece.token * p.heads + piece.row0;  // num_tokens * heads passes the launcher
 #pragma unroll 1
   for (int b = 0; b < C::kColumnBlocks; ++b) {
     const uint32_t bar = barrier<C>(smem, C::kQFull + (b >= 4));
@@ -559,10 +559,10 @@ __device__ __forceinline__ void values_role(const TreeVerifyParams& p, const CUt
     // in the swizzle: rows 0-63 of either block in a slot of its own, rows 64-71 of both in a third.
     const Piece& piece = queue.at_hand();
     if (!rehearsal) mbarrier_wait(barrier<C>(smem, C::kStatsFull), queue.taken() & 1);
-    const int rows = rehearsal ? 0 : min(C::kRows, piece.nodes * p.heads - piece.tile * C::kRows);
+    const int rows = rehearsal ? 0 : piece.rows;
     const bool partial = piece.partial_row >= 0;
     const int64_t row0 = partial ? piece.partial_row
-                                 : static_cast<int64_t>(piece.token) * p.heads + piece.tile * C::kRows;
+                                 : static_cast<int64_t>(piece.token) * p.heads + piece.row0;
     T* const results = static_cast<T*>(partial ? static_cast<void*>(p.partial_out) : p.out) + row0 * kVDim;
     const int tid = thread_number() & 127, warp = tid >> 5, matrix = tid >> 3 & 3;
     const uint32_t turned = ((matrix >> 1) * 8 + (tid & 7)) * 128 + (((warp * 2 + (matrix & 1)) ^ (tid & 7)) << 4);

@@ -46,7 +46,7 @@ __all__ = [
     "terms",
 ]
 
-EVIDENCE = "plans/evidence/kernel-versions/wgmma-w11.json"
+EVIDENCE = "plans/evidence/kernel-versions/wgmma-w12.json"
 """The kept times that the model is held against: a file of that folder, or one of `kd bench`."""
 
 _ROW_BYTES = 1152
