@@ -39,6 +39,7 @@ __all__ = [
     "Result",
     "decode_cases",
     "judge",
+    "kit_environment",
     "kit_process",
     "run_backend",
     "run_both",
