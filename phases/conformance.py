@@ -24,6 +24,7 @@ import json
 import os
 import pathlib
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -310,16 +311,6 @@ def run_backend(
     """
     if device == "cuda":
         library_path()
-    process = subprocess.Popen(
-        command or kit_process(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=_ROOT,
-        env=os.environ | kit_environment(device) | dict(environment or {}),
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
     request = {
         "backend": backend,
         "device": device,
@@ -327,12 +318,19 @@ def run_backend(
     }
     results: dict[str, Result] = {}
     begun = "SGLang's import"
+    with tempfile.TemporaryFile("w+") as asked:  # a pipe would break where the process dies early
+        json.dump(request, asked)
+        asked.seek(0)
+        process = subprocess.Popen(
+            command or kit_process(),
+            stdin=asked,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=_ROOT,
+            env=os.environ | kit_environment(device) | dict(environment or {}),
+        )
+    assert process.stdout is not None
     try:
-        try:
-            process.stdin.write(json.dumps(request))
-            process.stdin.close()
-        except BrokenPipeError:
-            pass  # it has died; its exit code says more
         for line in process.stdout:
             told = json.loads(line)
             if "begins" in told:

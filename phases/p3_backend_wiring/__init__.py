@@ -55,6 +55,7 @@ PHASE = Phase(
             "SGLang's own attention kit, eager, no skip",
             kit.conformance_kit_eager,
             requires=(Requirement.GPU, Requirement.SGLANG),
+            time_limit_s=300.0,
             data=_KIT,
         ),
         Gate(

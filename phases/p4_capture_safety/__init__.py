@@ -51,6 +51,7 @@ PHASE = Phase(
             "SGLang's own attention kit, graph mode and real graphs, no skip",
             kit.conformance_kit_graph,
             requires=(Requirement.GPU, Requirement.SGLANG),
+            time_limit_s=300.0,
             data=_KIT,
         ),
     ),

@@ -90,7 +90,11 @@ FAILED = {"outcome": Outcome.DIFFERS, "says": "not close", "misread": 0}
 @pytest.mark.parametrize(
     ("changes", "kind", "says"),
     [
-        ({"kdtree_mla": FAILED}, FailureKind.NUMERICAL, r"12 of 12 cases .* not close \(triton: pa"),
+        (
+            {"kdtree_mla": FAILED},
+            FailureKind.NUMERICAL,
+            r"12 of 12 cases .* not close \(triton: pa",
+        ),
         # Failing together is no excuse by itself: it might be a fault of both.
         (
             {"kdtree_mla": FAILED, "triton": FAILED},
@@ -102,7 +106,11 @@ FAILED = {"outcome": Outcome.DIFFERS, "says": "not close", "misread": 0}
             FailureKind.NUMERICAL,
             "does not explain it",
         ),
-        ({"triton": {"outcome": Outcome.SKIPPED}}, FailureKind.LAUNCH, "triton: 12 cases were skip"),
+        (
+            {"triton": {"outcome": Outcome.SKIPPED}},
+            FailureKind.LAUNCH,
+            "triton: 12 cases were skip",
+        ),
         ({"kdtree_mla": {"outcome": Outcome.SKIPPED}}, FailureKind.LAUNCH, "24 cases were skip"),
         ({"kdtree_mla": {"calls": 0}}, FailureKind.LAUNCH, "its parent served them"),
         ({"triton": {"calls": 1}}, FailureKind.LAUNCH, "triton called the kernel"),

@@ -56,11 +56,12 @@ def answer(root: pathlib.Path, module: str, **environment: str) -> dict[str, Any
 
 def few(form: Form) -> list[KitCase]:
     """A case of each tree, small enough for SGLang's kernels in the interpreter."""
-    trees = tree_cases(form, prefixes=((7, 16),), pages=(16,), kinds=("ngram",), own_nodes=())
-    for nodes, kind, lengths in ((9, "eagle", (0, 33)), (33, "ngram", (40,)), (64, "eagle", (1,))):
-        trees += tree_cases(
-            form, prefixes=(lengths,), pages=(1,), kinds=(kind,), own_nodes=(nodes,)
+    trees = tree_cases(form, prefixes=((7, 16),), pages=(16,), kinds=("ngram",), own_nodes=(9,))
+    for nodes, lengths in ((33, (40,)), (64, (1,))):
+        wide = tree_cases(
+            form, prefixes=(lengths,), pages=(1,), kinds=("eagle",), own_nodes=(nodes,)
         )
+        trees += [case for case in wide if case.drawn]
     return [*trees, *spoiled_cases(trees)]
 
 
@@ -72,12 +73,12 @@ def test_sglangs_own_attention_kit(ctx: Context) -> None:
     figures = conformance_kit_eager(ctx, run=ON_CPU, cases=[*few(Form.EAGER), *decode_cases()])
     found = {figure.name: figure.value for figure in figures}
     assert found == {
-        "cases": 15,
+        "cases": 9,
         "failures of kdtree_mla": 0,
         "failures of triton": 0,
         "skips": 0,
-        "cases with a mask of ones, which fail": 11,
-        "calls of the kernel": 15,
+        "cases with a mask of ones, which fail": 5,
+        "calls of the kernel": 9,
     }
 
 
@@ -90,9 +91,9 @@ def test_sglangs_own_attention_kit_in_graph_mode(ctx: Context) -> None:
         ctx, run=ON_CPU, cases=[*few(Form.CAPTURED), *shipped], graphs=False
     )
     found = {figure.name: figure.value for figure in figures}
-    assert found["cases"] == 15
+    assert found["cases"] == 9
     assert found["failures of kdtree_mla"] == found["failures of triton"] == 2
-    assert found["cases with a mask of ones, which fail"] == 11
+    assert found["cases with a mask of ones, which fail"] == 5
     hidden = {name: value for name, value in found.items() if name.startswith("both fail")}
     assert set(hidden.values()) == {4}
     assert all("prefixes 61+64" in name for name in hidden)
