@@ -298,13 +298,12 @@ def run_backend(
     seen: Callable[[str], None],
     *,
     device: str = "cuda",
-    environment: Mapping[str, str] | None = None,
     command: Sequence[str] | None = None,
 ) -> dict[str, Result]:
     """Run `cases` on `backend` in a process of its own.
 
     device: "cuda", in bf16, or "cpu", in float32 and with SGLang's Triton kernels interpreted.
-    environment: added to this one's. command: what is started instead of the kit's process.
+    command: what is started instead of the kit's process.
 
     Raises GateFailure where the process ends before its last case, in whatever way; MissingError
     where a GPU has no kernel library.
@@ -327,7 +326,7 @@ def run_backend(
             stdout=subprocess.PIPE,
             text=True,
             cwd=_ROOT,
-            env=os.environ | kit_environment(device) | dict(environment or {}),
+            env=os.environ | kit_environment(device),
         )
     assert process.stdout is not None
     try:
