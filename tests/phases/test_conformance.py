@@ -6,9 +6,12 @@ import dataclasses
 import json
 import pathlib
 import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 
 import pytest
+import torch
+from taped_graphs import use_taped_graphs
 
 from kdtree_engine import library
 from kdtree_engine.errors import MissingError
@@ -255,3 +258,39 @@ def test_the_process_imports_this_checkout_first(
         "elsewhere",
     ]
     assert interpreted == "1"
+
+
+def test_the_third_pass_of_a_captured_case_is_a_replay_over_the_captured_tensors(
+    root: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a tape for a CUDA graph, and a module whose answer tells which tensors it read."""
+    monkeypatch.syspath_prepend(root / "tests/support/sglang_kit")
+    from kd_sglang_kit.graph import Passes
+
+    use_taped_graphs(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "Stream", torch.cuda.current_stream)
+    ran = []
+
+    def module(hidden: torch.Tensor, batch: types.SimpleNamespace) -> torch.Tensor:
+        ran.append(batch.name)
+        return hidden * 2 + batch.out_cache_loc.unsqueeze(1)
+
+    def forward(name: str, hidden: float, slot: int) -> torch.Tensor:
+        batch = types.SimpleNamespace(name=name, out_cache_loc=torch.full((3,), slot))
+        inputs = {"input_hidden": torch.full((3, 2), hidden)}
+        return passes.forward(types.SimpleNamespace(actual_module=module), batch, inputs)
+
+    passes = Passes(captures=True)
+    assert not passes.second
+    assert forward("eager", 1.0, 10).unique().tolist() == [12.0]
+    assert passes.second
+    assert forward("capture", 2.0, 20).isnan().all()
+    assert forward("replay", 3.0, 30).unique().tolist() == [36.0]
+    assert passes.replays == 1
+    assert "replay" not in ran
+
+    plain = Passes(captures=False)
+    passes = plain
+    for name in ("eager", "capture", "replay"):
+        assert forward(name, 1.0, 0).unique().tolist() == [2.0]
+    assert (plain.replays, ran[-1]) == (0, "replay")
