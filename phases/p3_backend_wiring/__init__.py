@@ -1,7 +1,7 @@
 """Phase 3: the kernel in the live service, eager mode, behind one overridden method."""
 
 from phases.gate import Gate, GateKind
-from phases.p3_backend_wiring import checks
+from phases.p3_backend_wiring import checks, kit
 from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
 
@@ -12,6 +12,13 @@ _CPU_SERVER = (
     "tests/support/sglang_cpu/*/*",
 )
 """What runs in the server, so no import of the gates leads there."""
+_KIT = (
+    "kdtree-engine/csrc/*",
+    "kdtree-engine/kdtree_engine/tables/*",
+    "kdtree-engine/kdtree_engine/sglang_ext/*.py",
+    "kdtree-engine/kdtree_engine/*.py",
+    "tests/support/sglang_kit/*/*.py",
+)
 
 PHASE = Phase(
     number=3,
@@ -46,7 +53,10 @@ PHASE = Phase(
         Gate(
             "conformance-kit-eager",
             "SGLang's own attention kit, eager, no skip",
+            kit.conformance_kit_eager,
             requires=(Requirement.GPU, Requirement.SGLANG),
+            time_limit_s=300.0,
+            data=_KIT,
         ),
         Gate(
             "eager-speed",

@@ -1,11 +1,18 @@
 """Phase 4: the kernel meets what a captured graph demands, and a service's graphs stay on."""
 
 from phases.gate import Gate
-from phases.p4_capture_safety import checks
+from phases.p4_capture_safety import checks, kit
 from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
 
 _SOURCES = ("kdtree-engine/csrc/*", "kdtree-engine/kdtree_engine/tables/*")
+_KIT = (
+    *_SOURCES,
+    "kdtree-engine/kdtree_engine/sglang_ext/*.py",
+    "kdtree-engine/kdtree_engine/*.py",
+    "tests/support/sglang_kit/*/*.py",
+)
+"""What runs in the kit's process, so no import of the gate leads there."""
 
 PHASE = Phase(
     number=4,
@@ -41,8 +48,11 @@ PHASE = Phase(
         ),
         Gate(
             "conformance-kit-graph",
-            "SGLang's own attention kit, graph variant, no skip",
+            "SGLang's own attention kit, graph mode and real graphs, no skip",
+            kit.conformance_kit_graph,
             requires=(Requirement.GPU, Requirement.SGLANG),
+            time_limit_s=300.0,
+            data=_KIT,
         ),
     ),
     profile=ServiceProfile(arguments=("--attention-backend", "kdtree_mla")),

@@ -72,7 +72,7 @@ def test_the_gates_that_the_plan_names() -> None:
         "plugin-installs-clean": ({Requirement.SGLANG}, True),
         "plugin-self-check": ({Requirement.SGLANG}, True),
         "service-token-exact": ({Requirement.SGLANG}, True),
-        "conformance-kit-eager": ({Requirement.GPU, Requirement.SGLANG}, False),
+        "conformance-kit-eager": ({Requirement.GPU, Requirement.SGLANG}, True),
         "eager-speed": ({Requirement.GPU, Requirement.SERVICE}, False),
     }
 
@@ -82,7 +82,12 @@ def test_the_gates_change_with_the_plugin_and_with_the_test_support(root: pathli
         if gate.check is not None:
             files = {path for pattern in gate.data for path in root.glob(pattern)}
             assert root / "kdtree-engine/kdtree_engine/sglang_ext/backend.py" in files
-            assert root / "tests/support/sglang_cpu/kd_sglang_cpu/standins.py" in files
+            support = (
+                "sglang_kit/kd_sglang_kit/graph.py"
+                if gate.name == "conformance-kit-eager"
+                else "sglang_cpu/kd_sglang_cpu/standins.py"
+            )
+            assert root / "tests/support" / support in files
 
 
 def test_equal_tokens_pass(ctx: Context) -> None:
