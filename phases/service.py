@@ -74,7 +74,11 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What the scheduler holds: requests, KV slots in use (cached prefixes are none), graphs."""
+    """What the scheduler holds: requests, KV slots, graphs.
+
+    used_slots: those that are neither free nor a cached prefix that nobody uses: with no request,
+    each of them has leaked. (A flush of the cache would hide that, as it makes all slots free.)
+    """
 
     requests: int
     used_slots: int
@@ -137,10 +141,6 @@ class Service:
     def abort(self, name: str) -> None:
         """End the request of this id; one that is not there is no error, as it may have ended."""
         self._send("/abort_request", {"rid": name})
-
-    def flush(self, limit_s: float = 20.0) -> None:
-        """Forget all cached prefixes, once nothing runs: after it, no KV slot may be in use."""
-        self._send(f"/flush_cache?timeout={limit_s:g}", {}, limit_s + 10)
 
     def load(self) -> Load:
         """What the scheduler holds right now."""

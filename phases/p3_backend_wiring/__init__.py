@@ -1,7 +1,7 @@
 """Phase 3: the kernel in the live service, eager mode, behind one overridden method."""
 
 from phases.gate import Gate, GateKind
-from phases.p3_backend_wiring import checks
+from phases.p3_backend_wiring import checks, gpu_host
 from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
 
@@ -12,6 +12,11 @@ _CPU_SERVER = (
     "tests/support/sglang_cpu/*/*",
 )
 """What runs in the server, so no import of the gates leads there."""
+_GPU_SERVER = (
+    *_CPU_SERVER,
+    "kdtree-engine/csrc/*",
+    "kdtree-engine/kdtree_engine/tables/*",
+)
 
 PHASE = Phase(
     number=3,
@@ -41,7 +46,7 @@ PHASE = Phase(
             checks.service_token_exact,
             requires=(Requirement.SGLANG,),
             time_limit_s=1800.0,
-            data=_CPU_SERVER,
+            data=_GPU_SERVER,
         ),
         Gate(
             "conformance-kit-eager",
@@ -51,8 +56,11 @@ PHASE = Phase(
         Gate(
             "eager-speed",
             "decode tok/s of the live service against stock Triton, both eager",
+            gpu_host.eager_speed,
             kind=GateKind.SPEED,
             requires=(Requirement.GPU, Requirement.SERVICE),
+            time_limit_s=1200.0,
+            data=_GPU_SERVER,
         ),
     ),
     profile=ServiceProfile(

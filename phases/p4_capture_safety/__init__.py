@@ -1,11 +1,18 @@
 """Phase 4: the kernel meets what a captured graph demands, and a service's graphs stay on."""
 
-from phases.gate import Gate
-from phases.p4_capture_safety import checks
+from phases.gate import Gate, GateKind
+from phases.p4_capture_safety import checks, service
 from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
 
 _SOURCES = ("kdtree-engine/csrc/*", "kdtree-engine/kdtree_engine/tables/*")
+_SERVER = (
+    *_SOURCES,
+    "kdtree-engine/pyproject.toml",
+    "kdtree-engine/kdtree_engine/*.py",
+    "kdtree-engine/kdtree_engine/sglang_ext/*.py",
+)
+"""What runs in the server, so no import of the gates leads there."""
 
 PHASE = Phase(
     number=4,
@@ -37,12 +44,24 @@ PHASE = Phase(
         Gate(
             "graph-service-token-exact",
             "the live service with graphs on gives the stock tokens",
+            service.graph_tokens,
             requires=(Requirement.GPU, Requirement.SERVICE),
+            time_limit_s=3600.0,
+            data=_SERVER,
         ),
         Gate(
             "conformance-kit-graph",
             "SGLang's own attention kit, graph variant, no skip",
             requires=(Requirement.GPU, Requirement.SGLANG),
+        ),
+        Gate(
+            "graph-speed",
+            "decode tok/s of the live service in graphs, against Triton and no speculation",
+            service.graph_speed,
+            kind=GateKind.SPEED,
+            requires=(Requirement.GPU, Requirement.SERVICE),
+            time_limit_s=1200.0,
+            data=_SERVER,
         ),
     ),
     profile=ServiceProfile(arguments=("--attention-backend", "kdtree_mla")),

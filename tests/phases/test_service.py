@@ -106,7 +106,6 @@ def test_more_is_said_of_an_answer_where_it_is_asked_for(tmp_path: pathlib.Path)
         ]
         assert service.load() == Load(requests=3, used_slots=3, slots=40, graph_bytes=5e8)
         service.abort("a")
-        service.flush()
 
 
 def test_an_error_in_the_block_ends_it_too(tmp_path: pathlib.Path) -> None:
