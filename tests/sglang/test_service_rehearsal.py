@@ -38,7 +38,7 @@ def test_tokens_and_traffic(ctx: Context) -> None:
 
 
 def test_eager_speed(ctx: Context) -> None:
-    figures = gpu_host.eager_speed(ctx, scale=CPU, new_tokens=16, bars={})
+    figures = gpu_host.eager_speed(ctx, scale=CPU, new_tokens=64, bars={})
     found = {figure.name: figure.value for figure in figures}
     assert found["kdtree_mla-9 at 32"] > 0
     assert found["triton-9 accepts at 32"] > 4
@@ -53,7 +53,7 @@ def test_a_bench(ctx: Context) -> None:
         command=["kd", "bench", "serve"],
         scale=CPU,
         graphs=False,
-        new_tokens=16,
+        new_tokens=64,
         repeats=1,
     )
     assert bench.right, bench.failed
