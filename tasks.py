@@ -52,6 +52,20 @@ Exit codes:
 """
 
 
+BENCH_SERVE_EPILOG = """\
+The column accepted is of tokens a verification gave; two servers with trees are compared by speed
+only where it is alike. The last column says whether the tokens are those of no speculation, and
+where not, at which one they part, and whether that was a near-tie.
+
+\b
+Exit codes:
+  0    every server was measured, and gave the right tokens
+  1    a server gave other tokens, or could not be measured
+  2    wrong usage or configuration
+  3    no GPU, or no SGLang
+"""
+
+
 TUNE_EPILOG = """\b
 Exit codes:
   0    every tile was right, and the table is written
@@ -500,6 +514,64 @@ def bench_kernel(
     else:
         _print_table(COLUMNS, bench_rows(bench))
         click.echo(f"{ceilings(bench)}; {file}")
+    ctx.exit(ExitCode.PASSED if bench.right else ExitCode.FAILED)
+
+
+@bench_group.command("serve", epilog=BENCH_SERVE_EPILOG)
+@click.option(
+    "--length",
+    "lengths",
+    multiple=True,
+    type=click.IntRange(64, 250_000),
+    help="Prompt tokens (default: 1024, 4096, 16384, 65536). Repeatable.",
+)
+@click.option(
+    "--nodes", type=click.IntRange(2, 128), default=9, show_default=True, help="Nodes of a tree."
+)
+@click.option("--eager", is_flag=True, help="Without CUDA graphs.")
+@click.option(
+    "--new-tokens",
+    type=click.IntRange(8, 4096),
+    default=128,
+    show_default=True,
+    help="Tokens that are decoded and timed.",
+)
+@_json_option
+@click.pass_context
+def bench_serve(
+    ctx: click.Context,
+    lengths: tuple[int, ...],
+    nodes: int,
+    eager: bool,
+    new_tokens: int,
+    as_json: bool,
+) -> None:
+    """Decode tok/s of SGLang on this GPU: on the kernel, on Triton, and without speculation."""
+    from phases import bench_serve as work
+    from phases.requirement import Requirement
+    from phases.serve import require_sglang
+    from phases.service import server_python
+    from phases.service_scale import GPU
+
+    checkout, machine = _checkout(), _this_machine()
+    if (lack := Requirement.GPU.missing(machine)) is not None:
+        raise MissingError(lack, remedy=Requirement.GPU.remedy)
+    require_sglang(server_python())
+    bench, file = work.bench_serve(
+        sorted(set(lengths)) or GPU.speed_lengths,
+        nodes=nodes,
+        graphs=not eager,
+        new_tokens=new_tokens,
+        checkout=checkout,
+        machine=machine,
+        command=["kd", *sys.argv[1:]],
+        progress=_say_timed,
+    )
+    if as_json:
+        click.echo(file.read_text(encoding="utf-8"), nl=False)
+    else:
+        _print_table(work.COLUMNS, work.rows(bench))
+        click.echo(f"{file}; the servers' logs are in {file.with_suffix('')}")
     ctx.exit(ExitCode.PASSED if bench.right else ExitCode.FAILED)
 
 

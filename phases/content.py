@@ -12,6 +12,7 @@ import ast
 import functools
 import hashlib
 import pathlib
+import re
 from collections.abc import Iterator
 
 from phases.gate import Check, Gate
@@ -22,6 +23,10 @@ _ROOMS = {"phases": ".", "remote": ".", "kdtree_engine": "kdtree-engine"}
 
 # These carry verdicts and do not make them: a new word in a remedy must not age all evidence.
 _FRAMEWORK = frozenset({"phases.gate", "phases.phase", "phases.requirement"})
+_DECLARATION = re.compile(r"phases\.p\d+_\w+")
+"""A phase's package: it lists the gates, and so imports the checks of all of them. Importing one of
+its modules runs it, but a gate does not depend on the gates beside it. What it says of a gate that
+its verdict depends on, `data` and the arguments of a partial check, is hashed by itself."""
 
 
 def gate_content(root: pathlib.Path, gate: Gate) -> str | None:
@@ -32,6 +37,7 @@ def gate_content(root: pathlib.Path, gate: Gate) -> str | None:
     for pattern in gate.data:
         files.update(path for path in root.glob(pattern) if path.is_file())
     digest = hashlib.sha256(gate.name.encode())
+    digest.update(_bound(gate.check).encode())
     for path in sorted(files):
         digest.update(f"\0{path.relative_to(root).as_posix()}\0".encode())
         digest.update(hashlib.sha256(path.read_bytes()).digest())
@@ -45,13 +51,23 @@ def imported_files(root: pathlib.Path, module: str) -> list[pathlib.Path]:
     while waiting:
         name = waiting.pop()
         path = _path(root, name)
-        if name in found or name in _FRAMEWORK or path is None:
+        framework = name in _FRAMEWORK or _DECLARATION.fullmatch(name)
+        if name in found or framework or path is None:
             continue
         found[name] = path
         if "." in name:
             waiting.append(name.rpartition(".")[0])
         waiting.extend(_imports(root, name, path))
     return sorted(found.values())
+
+
+def _bound(check: Check) -> str:
+    """What a partial check is given, in words; nothing for a plain function."""
+    said = ""
+    while isinstance(check, functools.partial):
+        said += f"\0{check.args!r}{sorted(check.keywords.items())!r}"
+        check = check.func
+    return said
 
 
 def _module_of(check: Check) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 from collections.abc import Callable
 
 from kdtree_engine.machine import Machine
@@ -38,6 +39,14 @@ class Requirement(enum.StrEnum):
         return _ENTRIES[self].remedy
 
 
+def _has_sglang(machine: Machine) -> bool:
+    """In kd's own Python, or in the one that KD_SGLANG_PYTHON names for servers.
+
+    Whether that one has it shows when a server is started: finding out here would start a process.
+    """
+    return machine.sglang is not None or bool(os.environ.get("KD_SGLANG_PYTHON"))
+
+
 _ENTRIES = {
     Requirement.GPU: _Entry(
         lambda machine: bool(machine.usable_gpus),
@@ -55,12 +64,12 @@ _ENTRIES = {
         "install the CUDA toolkit 13.0 and put its bin folder on PATH",
     ),
     Requirement.SGLANG: _Entry(
-        lambda machine: machine.sglang is not None,
+        _has_sglang,
         "SGLang is not installed",
         "pip install -e '.[sglang]' -e ./kdtree-engine",
     ),
     Requirement.SERVICE: _Entry(
-        lambda machine: machine.sglang is not None,
+        _has_sglang,
         "no SGLang server can be started, as SGLang is not installed",
         "pip install -e '.[sglang]' -e ./kdtree-engine",
     ),

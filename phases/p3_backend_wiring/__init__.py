@@ -1,7 +1,7 @@
 """Phase 3: the kernel in the live service, eager mode, behind one overridden method."""
 
 from phases.gate import Gate, GateKind
-from phases.p3_backend_wiring import checks, kit
+from phases.p3_backend_wiring import checks, gpu_host, kit
 from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
 
@@ -18,6 +18,11 @@ _KIT = (
     "kdtree-engine/kdtree_engine/sglang_ext/*.py",
     "kdtree-engine/kdtree_engine/*.py",
     "tests/support/sglang_kit/*/*.py",
+)
+_GPU_SERVER = (
+    *_CPU_SERVER,
+    "kdtree-engine/csrc/*",
+    "kdtree-engine/kdtree_engine/tables/*",
 )
 
 PHASE = Phase(
@@ -48,7 +53,7 @@ PHASE = Phase(
             checks.service_token_exact,
             requires=(Requirement.SGLANG,),
             time_limit_s=1800.0,
-            data=_CPU_SERVER,
+            data=_GPU_SERVER,
         ),
         Gate(
             "conformance-kit-eager",
@@ -61,8 +66,11 @@ PHASE = Phase(
         Gate(
             "eager-speed",
             "decode tok/s of the live service against stock Triton, both eager",
+            gpu_host.eager_speed,
             kind=GateKind.SPEED,
             requires=(Requirement.GPU, Requirement.SERVICE),
+            time_limit_s=1200.0,
+            data=_GPU_SERVER,
         ),
     ),
     profile=ServiceProfile(

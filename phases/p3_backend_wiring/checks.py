@@ -1,5 +1,7 @@
 """Phase 3: the plugin in the real SGLang server, eager, on a machine without a GPU.
 
+What a GPU host does of it is in `gpu_host`.
+
 The server is the released one. What it lacks to verify trees on a CPU comes from the plugin in
 `tests/support/sglang_cpu`, which also counts trees and can spoil the mask. Everything is in
 float32: in 16 bits, near-ties make batched and single runs of stock SGLang differ.
@@ -14,20 +16,15 @@ import os
 import pathlib
 import random
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from kdtree_engine.errors import MissingError
 from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
-from phases.service import (
-    Service,
-    ServiceFailed,
-    Tokens,
-    failures_in,
-    server_python,
-    serving,
-)
+from phases.p3_backend_wiring import gpu_host
+from phases.service import Service, ServiceFailed, Tokens, failures_in, server_python, serving
+from phases.service_scale import Start
 from phases.small_model import write_small_model
 
 __all__ = [
@@ -38,8 +35,6 @@ __all__ = [
     "plugin_self_check",
     "service_token_exact",
 ]
-
-Start = Callable[..., contextlib.AbstractContextManager[Service]]
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _CPU_SUPPORT = _ROOT / "tests" / "support" / "sglang_cpu"
@@ -61,14 +56,17 @@ _IMPORT_LIMIT_S = 1.0
 def service_token_exact(
     ctx: Context, *, start: Start = serving, new_tokens: int = _NEW_TOKENS
 ) -> list[Figure]:
-    """The server's greedy tokens with trees on the kernel are those of stock plain decoding.
+    """On a GPU host its own part, `gpu_host.tokens_of_service`; elsewhere, on the CPU:
+
+    The server's greedy tokens with trees on the kernel are those of stock plain decoding.
 
     Four servers, one after the other: stock Triton without speculation; plain decode on the kernel;
     trees on the kernel; trees with a mask in which every node sees every other, which must differ.
     Each answers a ragged batch, and all but the first also the same prompts as requests sent at
     once.
     """
-    need_cpu_server()
+    if torch.cuda.is_available():
+        return gpu_host.tokens_of_service(ctx, start=start)
     model = write_small_model(ctx.scratch / "model", seed=ctx.seed, vocabulary=_VOCABULARY)
     draw = random.Random(ctx.seed)
     prompts = [

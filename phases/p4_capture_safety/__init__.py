@@ -1,7 +1,7 @@
 """Phase 4: the kernel meets what a captured graph demands, and a service's graphs stay on."""
 
-from phases.gate import Gate
-from phases.p4_capture_safety import checks, kit
+from phases.gate import Gate, GateKind
+from phases.p4_capture_safety import checks, kit, service
 from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
 
@@ -13,6 +13,13 @@ _KIT = (
     "tests/support/sglang_kit/*/*.py",
 )
 """What runs in the kit's process, so no import of the gate leads there."""
+_SERVER = (
+    *_SOURCES,
+    "kdtree-engine/pyproject.toml",
+    "kdtree-engine/kdtree_engine/*.py",
+    "kdtree-engine/kdtree_engine/sglang_ext/*.py",
+)
+"""What runs in the server, so no import of the gates leads there."""
 
 PHASE = Phase(
     number=4,
@@ -44,7 +51,10 @@ PHASE = Phase(
         Gate(
             "graph-service-token-exact",
             "the live service with graphs on gives the stock tokens",
+            service.graph_tokens,
             requires=(Requirement.GPU, Requirement.SERVICE),
+            time_limit_s=3600.0,
+            data=_SERVER,
         ),
         Gate(
             "conformance-kit-graph",
@@ -53,6 +63,15 @@ PHASE = Phase(
             requires=(Requirement.GPU, Requirement.SGLANG),
             time_limit_s=300.0,
             data=_KIT,
+        ),
+        Gate(
+            "graph-speed",
+            "decode tok/s of the live service in graphs, against Triton and no speculation",
+            service.graph_speed,
+            kind=GateKind.SPEED,
+            requires=(Requirement.GPU, Requirement.SERVICE),
+            time_limit_s=1200.0,
+            data=_SERVER,
         ),
     ),
     profile=ServiceProfile(arguments=("--attention-backend", "kdtree_mla")),

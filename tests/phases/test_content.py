@@ -55,10 +55,23 @@ def test_imports_are_followed_through_functions_packages_and_relative_names(
         "kdtree-engine/kdtree_engine/reference/tree.py",
         "kdtree-engine/kdtree_engine/timing.py",
         "phases/__init__.py",
-        "phases/p0_x/__init__.py",
         "phases/p0_x/gates.py",
         "phases/shared.py",
     ]
+
+
+def test_a_gate_beside_it_does_not_age_a_gate_but_what_it_is_given_does(
+    house: pathlib.Path,
+) -> None:
+    module = type(sys)("phases.p0_x.gates")
+    exec("def check(context, limit=1): return []", module.__dict__)
+    gate = Gate("x", "x", module.check)
+    first = gate_content(house, gate)
+    (house / "phases/p0_x/__init__.py").write_text("from phases.p0_x import another\n")
+    (house / "phases/p0_x/another.py").write_text("")
+    assert gate_content(house, gate) == first
+    given = [Gate("x", "x", functools.partial(module.check, limit=n)) for n in (1, 2)]
+    assert len({first, *(gate_content(house, one) for one in given)}) == 3
 
 
 def test_an_attribute_of_the_lazy_package_stands_for_all_of_it(house: pathlib.Path) -> None:

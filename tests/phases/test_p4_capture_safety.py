@@ -27,8 +27,9 @@ def test_the_gates_that_the_plan_names() -> None:
         "op-check": (set(), False),
         "graph-replay-bits": ({Requirement.GPU}, False),
         "no-host-sync": ({Requirement.GPU}, False),
-        "graph-service-token-exact": ({Requirement.GPU, Requirement.SERVICE}, True),
+        "graph-service-token-exact": ({Requirement.GPU, Requirement.SERVICE}, False),
         "conformance-kit-graph": ({Requirement.GPU, Requirement.SGLANG}, False),
+        "graph-speed": ({Requirement.GPU, Requirement.SERVICE}, False),
     }
 
 

@@ -8,7 +8,7 @@ import struct
 
 import torch
 
-from phases.small_model import write_small_model
+from phases.small_model import write_service_model, write_small_model
 
 
 def test_every_tensor_lies_where_the_header_says(tmp_path: pathlib.Path) -> None:
@@ -42,3 +42,13 @@ def test_a_seed_gives_one_model(tmp_path: pathlib.Path) -> None:
         return (folder / "model.safetensors").read_bytes()
 
     assert written("a", 1) == written("b", 1) != written("c", 2)
+
+
+def test_a_gpus_model_is_in_bf16_and_small(tmp_path: pathlib.Path) -> None:
+    folder = write_service_model(tmp_path / "model", seed=1, vocabulary=512, layers=1)
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["num_attention_heads"], config["torch_dtype"]) == (8, "bfloat16")
+    yarn = config["rope_scaling"]
+    reach = yarn["factor"] * yarn["original_max_position_embeddings"]
+    assert reach == config["max_position_embeddings"] == 262144
+    assert (folder / "model.safetensors").stat().st_size < 25e6

@@ -64,11 +64,18 @@ def read_settings(environment: Mapping[str, str]) -> tuple[Settings, list[str]]:
     """The settings, and a line for each KDTREE_ name that nothing reads.
 
     Raises ConfigError that names the first variable whose value is not one of those it may have.
+    A value is taken as it stands: `kdtree_engine.library` reads some of these variables itself and
+    takes no space away, so what this strips would be set for one of them alone.
     """
     known = {variable.name: variable for variable in VARIABLES}
     given: dict[str, str] = {}
     for variable in VARIABLES:
-        value = environment.get(variable.name, "").strip() or variable.default
+        value = environment.get(variable.name, "") or variable.default
+        if value != value.strip():
+            raise ConfigError(
+                f"{variable.name}: {value!r} begins or ends with a space",
+                remedy="take the space away",
+            )
         if variable.values and value not in (*variable.values, variable.default):
             raise ConfigError(
                 f"{variable.name}: expected {' or '.join(variable.values)}, got {value!r}",

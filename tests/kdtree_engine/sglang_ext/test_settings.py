@@ -21,7 +21,7 @@ def test_each_switch_switches_one_thing() -> None:
     assert not read_settings({"KDTREE_VERIFY": "0"})[0].verify
     assert read_settings({"KDTREE_DECODE": "1"})[0].decode
     assert not read_settings({"KDTREE_GRAPH_BUFFERS": "0"})[0].graph_buffers
-    assert read_settings({"KDTREE_DECODE": " "})[0] == Settings()  # empty is unset
+    assert read_settings({"KDTREE_DECODE": ""})[0] == Settings()  # empty is unset
 
 
 def test_all_off_is_stock() -> None:
@@ -36,6 +36,10 @@ def test_all_off_is_stock() -> None:
         ("KDTREE_VERIFY", "yes", "KDTREE_VERIFY: expected 0 or 1, got 'yes'"),
         ("KDTREE_WGMMA", "2", "KDTREE_WGMMA: expected 0 or 1, got '2'"),
         ("KDTREE_DEFRAG", "tier0", "KDTREE_DEFRAG: expected off, got 'tier0'"),
+        # The kernel library takes it as it stands, and would not hear it.
+        ("KDTREE_WGMMA", "1 ", "KDTREE_WGMMA: '1 ' begins or ends with a space"),
+        ("KDTREE_LIBRARY", " /lib.so", "KDTREE_LIBRARY: ' /lib.so' begins or ends with a space"),
+        ("KDTREE_DECODE", " ", "KDTREE_DECODE: ' ' begins or ends with a space"),
     ],
 )
 def test_a_wrong_value_is_refused_in_one_line(name: str, value: str, expected: str) -> None:

@@ -1,0 +1,198 @@
+"""Phase 4 in the live service: CUDA graphs on, for the tokens, for mixed traffic, for the speed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from kdtree_engine.errors import ConfigError
+from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
+from phases.service import Answer, Service, ServiceFailed, serving
+from phases.service_compared import Asked, ask_servers, compared, saying
+from phases.service_graphs import ARGUMENTS, ENVIRONMENT, Replays, capture_in, replays_in
+from phases.service_scale import GPU, Scale, Start, Variant, kernel, plain, triton
+from phases.service_speed import NEW_TOKENS, measure, ratio, speed_figures, unlike_acceptance
+from phases.service_tokens import LIKELY, demand, figures_of, rounding, tie_bound
+from phases.service_traffic import Traffic, mixed_prompts, run_traffic
+
+__all__ = ["TIMES_PLAIN", "TIMES_TRITON", "graph_speed", "graph_tokens", "traffic_seconds"]
+
+TIMES_TRITON = {1024: 1.0, 65536: 20.0}
+TIMES_PLAIN = {65536: 4.0}
+"""How many times as fast, by context; plan 14, end-to-end aim."""
+_NODES = 9
+_PADDED = (3, 11)
+"""Batch sizes between those that are captured, asked for at the shortest length."""
+_PROMPTS = 32
+_TRAFFIC_S = "KD_TRAFFIC_S"
+
+
+def traffic_seconds() -> float:
+    """How long the mixed traffic lasts: 600 s, or what KD_TRAFFIC_S says."""
+    said = os.environ.get(_TRAFFIC_S) or "600"
+    try:
+        seconds = float(said)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds <= 86400:
+        raise ConfigError(
+            f"{_TRAFFIC_S}: expected seconds, up to 86400, got {said!r}",
+            remedy="unset it for ten minutes",
+        )
+    return seconds
+
+
+def graph_tokens(
+    ctx: Context,
+    *,
+    scale: Scale = GPU,
+    start: Start = serving,
+    seconds: float | None = None,
+    longest: int | None = None,
+) -> list[Figure]:
+    """Trees in graphs give the tokens of no speculation, in batches and in mixed traffic.
+
+    Three servers: no speculation first, as the traffic on the second is held against its tokens.
+    seconds: of traffic. longest: of its prompts, in tokens.
+    """
+    lasting = traffic_seconds() if seconds is None else seconds
+    prompts = mixed_prompts(scale.vocabulary, longest or scale.distinct, _PROMPTS, ctx.seed)
+    expected: list[Answer] = []
+    traffic: list[Traffic] = []
+    broken: list[GateFailure] = []
+
+    def then(variant: Variant, service: Service, found: Mapping[Variant, Asked]) -> None:
+        if variant == plain():
+            for first in range(0, len(prompts), max(scale.batches)):
+                some = prompts[first : first + max(scale.batches)]
+                expected.extend(service.answers(some, scale.new_tokens, likely=LIKELY))
+        elif variant == kernel(_NODES):
+            bound = tie_bound(rounding(found[plain()].answers), scale.dtype)
+            try:
+                traffic.append(
+                    run_traffic(
+                        service,
+                        prompts,
+                        expected,
+                        seconds=lasting,
+                        bound=bound,
+                        seed=ctx.seed,
+                        note=saying(ctx, 1, 3, "traffic"),
+                    )
+                )
+            except GateFailure as failure:  # said at the end, with what the servers answered
+                broken.append(failure)
+            except ServiceFailed as error:
+                broken.append(GateFailure(FailureKind.LAUNCH, f"traffic: {error}"))
+
+    found = ask_servers(
+        ctx,
+        (plain(), kernel(_NODES), kernel(33)),
+        scale=scale,
+        graphs=True,
+        start=start,
+        extra=_PADDED if scale.graphs else (),
+        more=ARGUMENTS,
+        environment=ENVIRONMENT,
+        then=then,
+    )
+    comparisons, bound, figures = compared(found, scale=scale)
+    comparisons += [mixed.comparison for mixed in traffic]
+    figures = [*figures_of(comparisons, bound), *figures]
+    for mixed in traffic:
+        figures += [
+            Figure("seconds of mixed traffic", round(mixed.seconds), Unit.COUNT),
+            Figure("traffic: requests", mixed.requests, Unit.COUNT),
+            Figure("traffic: aborted", mixed.aborted, Unit.COUNT),
+            Figure("traffic: callers that hung up", mixed.hung_up, Unit.COUNT),
+            Figure("traffic: KV slots leaked", 0, Unit.COUNT),  # or it would have failed
+        ]
+    for variant, asked in found.items():
+        capture = capture_in(asked.log)
+        figures.append(Figure(f"{variant.name}: graph bytes", capture.memory_bytes, Unit.BYTES))
+    if scale.graphs:
+        for variant in (kernel(_NODES), kernel(33)):
+            asked = found[variant]
+            verified = sum(answer.verified for answer in asked.answers.values())
+            replays = replays_in(asked.log)
+            figures += [
+                Figure(f"{variant.name}: trees verified", verified, Unit.COUNT),
+                Figure(f"{variant.name}: trees in graphs", replays.verified, Unit.COUNT),
+                Figure(f"{variant.name}: padded replays", replays.padded, Unit.COUNT),
+                Figure(f"{variant.name}: replays in another mode", replays.other, Unit.COUNT),
+            ]
+            eager = replays_in(asked.whole).eager
+            if problem := _not_in_graphs(replays, verified, eager):
+                raise GateFailure(FailureKind.LAUNCH, f"{variant.name}: {problem}", figures)
+    demand(*comparisons, figures=figures)
+    for failure in broken:
+        raise GateFailure(failure.kind, str(failure), figures)
+    return figures
+
+
+def _not_in_graphs(replays: Replays, verified: int, eager: int) -> str | None:
+    """Why it cannot be said that every tree was verified in a graph, padded ones among them.
+
+    replays, verified: of the same answers. eager: steps without a graph, of the traffic too.
+    """
+    if eager:
+        return f"{eager} decode steps ran without a graph"
+    if not verified or replays.verified < verified:
+        return f"{verified} trees were verified, and {replays.verified} of them in graphs"
+    if not replays.padded:
+        return "no graph was replayed with fewer requests than it was captured for"
+    return None
+
+
+def graph_speed(
+    ctx: Context,
+    *,
+    scale: Scale = GPU,
+    start: Start = serving,
+    new_tokens: int = NEW_TOKENS,
+    times_triton: Mapping[int, float] = TIMES_TRITON,
+    times_plain: Mapping[int, float] = TIMES_PLAIN,
+) -> list[Figure]:
+    """Decode tok/s in graphs: on the kernel, on Triton, and without speculation, in one run."""
+    lengths = sorted({*scale.speed_lengths, *times_triton, *times_plain})
+    chosen = (kernel(_NODES), plain(), triton(_NODES))
+    ours, alone, stock = (
+        measure(
+            scale,
+            variant,
+            folder=ctx.scratch,
+            seed=ctx.seed,
+            graphs=True,
+            lengths=lengths,
+            start=start,
+            new_tokens=new_tokens,
+            note=saying(ctx, number, len(chosen)),
+        )
+        for number, variant in enumerate(chosen)
+    )
+    figures = [
+        Figure(f"times {what} at {length}", ratio(ours, other, length) or 0.0, Unit.SPEEDUP)
+        for length in reversed(lengths)
+        for what, other in (("triton", stock), ("plain", alone))
+    ]
+    for served in (ours, alone, stock):
+        name = served.variant.name
+        figures += [
+            *speed_figures(served),
+            Figure(f"{name}: capture", served.capture.seconds, Unit.SECONDS),
+            Figure(f"{name}: capture memory", served.capture.memory_bytes, Unit.BYTES),
+        ]
+    if problem := unlike_acceptance(ours, stock):
+        raise GateFailure(FailureKind.TOO_SLOW, problem, figures)
+    missed = [
+        f"at {length} tokens {reached:.2f} times as fast as {what}, expected {bar:g}"
+        for what, other, bars in (
+            ("triton", stock, times_triton),
+            ("no speculation", alone, times_plain),
+        )
+        for length, bar in bars.items()
+        if (reached := ratio(ours, other, length) or 0.0) < bar
+    ]
+    if missed:
+        raise GateFailure(FailureKind.TOO_SLOW, "; ".join(missed), figures)
+    return figures

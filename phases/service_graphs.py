@@ -1,0 +1,81 @@
+"""What a server's log says of its CUDA graphs: which were captured, and which were replayed.
+
+The replays are lines of SGLang's own, in both releases, switched on by SGLANG_LOG_DECODE_GRAPH_KEY:
+its graph runner prints one just before it replays, with the mode, the batch and the padded size. A
+step that falls back to eager mode goes another way and prints none. Beside them stands, for each
+decode step, whether its result came from a graph.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Mapping
+
+__all__ = ["ARGUMENTS", "ENVIRONMENT", "Capture", "Replays", "capture_in", "replays_in"]
+
+ENVIRONMENT = {"SGLANG_LOG_DECODE_GRAPH_KEY": "1"}
+ARGUMENTS = ("--decode-log-interval", "1")
+
+_REPLAY = re.compile(
+    r"Decode graph replay: worker=target key_size=(\d+) \(bs\) mode=(\w+) raw_bs=(\d+)"
+)
+_STEP = re.compile(r"Decode batch.*(?:cuda|cpu|npu) graph: (True|False)")
+_CAPTURE = re.compile(
+    r"Capture (.*?) (?:CUDA|CPU) graph end\. elapsed=([\d.]+) s, mem usage=([\d.-]+) GB"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Replays:
+    """sizes: how many target-verify replays there were by (padded, real) number of requests.
+
+    other: replays in another mode. eager: decode steps without a graph.
+    """
+
+    sizes: Mapping[tuple[int, int], int]
+    other: int
+    eager: int
+
+    @property
+    def verified(self) -> int:
+        """Trees that were verified in graphs: one for each request of each replay."""
+        return sum(real * count for (_, real), count in self.sizes.items())
+
+    @property
+    def padded(self) -> int:
+        """Replays with fewer requests than their graph was captured for."""
+        return sum(count for (size, real), count in self.sizes.items() if real < size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Capture:
+    """Seconds and bytes that the graphs took, of all models and phases together."""
+
+    seconds: float
+    memory_bytes: float
+    graphs: int
+
+
+def replays_in(log: str) -> Replays:
+    """From a log without colour codes."""
+    sizes: collections.Counter[tuple[int, int]] = collections.Counter()
+    other = 0
+    for size, mode, real in _REPLAY.findall(log):
+        if mode == "TARGET_VERIFY":
+            sizes[int(size), int(real)] += 1
+        else:
+            other += 1
+    eager = sum(said == "False" for said in _STEP.findall(log))
+    return Replays(dict(sizes), other, eager)
+
+
+def capture_in(log: str) -> Capture:
+    """From a log without colour codes; zeros where nothing was captured."""
+    found = _CAPTURE.findall(log)
+    return Capture(
+        seconds=sum(float(seconds) for _, seconds, _ in found),
+        memory_bytes=sum(float(memory) * 1e9 for _, _, memory in found),
+        graphs=len(found),
+    )

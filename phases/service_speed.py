@@ -1,0 +1,181 @@
+"""Decode speed of a running server, from outside: tokens a second of one request.
+
+The time of a short answer is taken from that of a long one to the same prompt, which the server has
+in its cache: what stays is decoding, without prefill and HTTP. Before anything is timed the long
+answer is asked for once, so that the n-gram drafter has seen it: then trees of every server hold
+the same continuation, and the servers accept equally many tokens at a step. A comparison of speeds
+must look at `accept_length` too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+
+from phases.gate import Figure, Unit
+from phases.service import Answer, Service, ServiceFailed, Tokens, plain_text, serving
+from phases.service_graphs import Capture, capture_in
+from phases.service_scale import Scale, Start, Variant, launched, plain
+from phases.service_tokens import LIKELY, draw_prompts
+
+__all__ = [
+    "LAYERS",
+    "NEW_TOKENS",
+    "Served",
+    "Speed",
+    "decode_speed",
+    "measure",
+    "ratio",
+    "speed_figures",
+    "unlike_acceptance",
+]
+
+LAYERS = 4
+"""Of the model that is timed, as in the stock figures of plan 13."""
+NEW_TOKENS = 128
+_UNLIKE = 0.2
+
+_SHORT = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """tokens_per_second: of decoding. accept_length: tokens that a verification gave, or 0."""
+
+    length: int
+    tokens_per_second: float
+    accept_length: float
+    answer: Answer
+
+
+def decode_speed(
+    service: Service, prompt: Tokens, *, new_tokens: int, repeats: int = 3, likely: int = 0
+) -> Speed:
+    """The best of `repeats` pairs; the answer is that of the first pass, untimed.
+
+    likely: as in `Service.answers`, of the untimed answer alone.
+    Raises ServiceFailed where the long answer takes no longer than the short one.
+    """
+    long = _SHORT + new_tokens
+    (first,) = service.answers([prompt], long, likely=likely)
+    shortest: dict[int, float] = {}
+    steps: dict[int, list[int]] = {_SHORT: [], long: []}
+    for _ in range(repeats):
+        for count in (_SHORT, long):
+            begun = time.perf_counter()
+            (answer,) = service.answers([prompt], count)
+            seconds = time.perf_counter() - begun
+            shortest[count] = min(seconds, shortest.get(count, seconds))
+            steps[count].append(answer.verified)
+    taken = shortest[long] - shortest[_SHORT]
+    if taken <= 0:
+        raise ServiceFailed(f"{long} tokens took no longer than {_SHORT}: nothing was decoded")
+    verified, before = sum(steps[long]) / repeats, sum(steps[_SHORT]) / repeats
+    # The first token of an answer comes from the prefill.
+    accepted = (long - 1) / verified if verified else 0.0
+    # A short answer's one verification gives more than it is asked for, which is thrown away: so
+    # what the rest took is counted in verifications, and not in tokens.
+    decoded = accepted * (verified - before) if verified else new_tokens
+    return Speed(len(prompt), decoded / taken, accepted, first)
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """One server, measured. start_seconds: until it was healthy, graphs and compilers included.
+
+    graph_bytes: what the scheduler says that its graphs hold.
+    """
+
+    variant: Variant
+    start_seconds: float
+    capture: Capture
+    graph_bytes: float
+    speeds: tuple[Speed, ...] = ()
+
+    def at(self, length: int) -> Speed | None:
+        """The speed at a prompt length, where it was measured."""
+        return next((speed for speed in self.speeds if speed.length == length), None)
+
+
+def measure(
+    scale: Scale,
+    variant: Variant,
+    *,
+    folder: pathlib.Path,
+    seed: int,
+    graphs: bool,
+    lengths: Sequence[int],
+    start: Start = serving,
+    new_tokens: int = NEW_TOKENS,
+    repeats: int = 3,
+    keep: Callable[[Served], None] = lambda served: None,
+    note: Callable[[str], None] = lambda text: None,
+) -> Served:
+    """One server and its speed at each length. The reference also tells its likely tokens.
+
+    folder: holds the model, which the first of several measurements writes, and the logs.
+    keep: called after each length, with what there is.
+    """
+    model = folder / f"model-{LAYERS}"
+    if not model.is_dir():
+        scale.write_model(model, seed, scale.vocabulary, LAYERS)
+    log = folder / f"{variant.name}.log"
+    note(f"{variant.name}: starts")
+    begun = time.monotonic()
+    with launched(scale, variant, model=model, log=log, start=start, graphs=graphs) as service:
+        served = Served(
+            variant,
+            start_seconds=time.monotonic() - begun,
+            capture=capture_in(plain_text(log)),
+            graph_bytes=service.load().graph_bytes,
+        )
+        keep(served)
+        for length in lengths:
+            note(f"{variant.name}: {length} tokens")
+            (prompt,) = draw_prompts(scale, length, 1, seed)
+            speed = decode_speed(
+                service,
+                prompt,
+                new_tokens=new_tokens,
+                repeats=repeats,
+                likely=LIKELY if variant == plain() else 0,
+            )
+            served = dataclasses.replace(served, speeds=(*served.speeds, speed))
+            keep(served)
+    return served
+
+
+def speed_figures(served: Served) -> list[Figure]:
+    """What a speed gate keeps of one server: tok/s and accepted tokens at each length."""
+    name = served.variant.name
+    return [
+        *(
+            Figure(f"{name} at {one.length}", one.tokens_per_second, Unit.TOKENS_PER_SECOND)
+            for one in served.speeds
+        ),
+        *(
+            Figure(f"{name} accepts at {one.length}", one.accept_length, Unit.RATIO)
+            for one in served.speeds
+        ),
+    ]
+
+
+def ratio(ours: Served, other: Served, length: int) -> float | None:
+    """How many times as fast `ours` decodes at a length; None where one was not measured."""
+    one, two = ours.at(length), other.at(length)
+    return one.tokens_per_second / two.tokens_per_second if one and two else None
+
+
+def unlike_acceptance(ours: Served, other: Served) -> str | None:
+    """Where two servers with trees accept so differently that their speeds cannot be compared."""
+    for one in ours.speeds:
+        two = other.at(one.length)
+        if two and abs(one.accept_length - two.accept_length) > _UNLIKE * two.accept_length:
+            name = ours.variant.name
+            return (
+                f"at {one.length} tokens {name} accepts {one.accept_length:.2f} tokens, "
+                f"{other.variant.name} {two.accept_length:.2f}: not the same work"
+            )
+    return None

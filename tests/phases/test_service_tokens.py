@@ -1,0 +1,107 @@
+"""The comparison of two servers' tokens: what is equal, what is a near-tie, what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from phases.gate import FailureKind, GateFailure
+from phases.service import Answer
+from phases.service_scale import CPU, GPU
+from phases.service_tokens import (
+    Key,
+    compare,
+    compare_answer,
+    demand,
+    draw_prompts,
+    figures_of,
+    rounding,
+    tie_bound,
+)
+
+STEP = ((-1.0, 5), (-1.1, 6), (-3.0, 7))
+REFERENCE = Answer((5, 5, 5), likely=(STEP, STEP, STEP))
+KEY = Key(1024, 4, 2)
+
+
+def test_equal_tokens() -> None:
+    assert compare_answer("here", (5, 5, 5), REFERENCE, 0.2) == (3, None)
+
+
+@pytest.mark.parametrize(
+    ("got", "bound", "equal", "gap", "near_tie"),
+    [
+        ((5, 6, 9), 0.2, 1, 0.1, True),  # what comes after a difference is another text
+        ((5, 6, 9), 0.05, 1, 0.1, False),
+        ((7, 5, 5), 0.2, 0, 2.0, False),
+        ((5, 5, 8), 9.0, 2, None, False),  # not among the likely ones, whatever the bound
+        ((5, 5), 9.0, 2, None, False),
+        ((5, 5, 5, 5), 9.0, 3, None, False),
+    ],
+)
+def test_a_first_difference_and_its_verdict(
+    got: tuple[int, ...], bound: float, equal: int, gap: float | None, near_tie: bool
+) -> None:
+    same, found = compare_answer("here", got, REFERENCE, bound)
+    assert same == equal
+    assert found is not None
+    assert (found.step, found.near_tie) == (equal, near_tie)
+    assert found.gap == (None if gap is None else pytest.approx(gap))
+
+
+def test_an_aborted_answer_may_end_early_and_not_late() -> None:
+    assert compare_answer("here", (5, 5), REFERENCE, 0.2, partial=True) == (2, None)
+    assert compare_answer("here", (5,) * 4, REFERENCE, 0.2, partial=True)[1] is not None
+
+
+def test_rounding_is_what_the_references_own_gaps_change_by() -> None:
+    moved = ((-1.0, 5), (-1.13, 6), (-3.0, 7))
+    answers = {
+        Key(9, 1, 0): REFERENCE,
+        Key(9, 4, 0): Answer((5, 6, 5), likely=(STEP, moved, ((-1.0, 5), (-9.0, 6)))),
+        Key(9, 4, 1): Answer((5, 5, 5), likely=(moved,) * 3),  # another prompt
+    }
+    # After token 1 the texts differ, and with them the gaps.
+    assert rounding(answers) == pytest.approx(0.03)
+    assert rounding({Key(9, 1, 0): REFERENCE}) == 0
+
+
+def test_the_bound_is_twice_the_rounding_and_at_least_a_step_of_the_logits() -> None:
+    assert tie_bound(0.1, torch.bfloat16) == pytest.approx(0.2)
+    assert tie_bound(0.0, torch.bfloat16) == 2**-5
+    with pytest.raises(GateFailure, match=r"differs from itself by 0\.300"):
+        tie_bound(0.3, torch.bfloat16)
+
+
+def test_only_differences_beyond_rounding_fail_and_all_are_on_record() -> None:
+    reference = {KEY: REFERENCE, Key(1024, 4, 3): REFERENCE}
+    found = {KEY: Answer((5, 6, 6), verified=1), Key(1024, 4, 3): Answer((5, 5, 5), verified=3)}
+    comparison = compare("kernel", found, reference, 0.2)
+    assert (comparison.tokens, comparison.accept_length) == (4, 1.0)
+    demand(comparison)
+    names = {figure.name: figure.value for figure in figures_of([comparison], 0.2)}
+    assert names["kernel: near-ties accepted"] == 1
+    assert names["near-tie: kernel L=1024 B=4 #2 token 1"] == pytest.approx(0.1)
+    wrong = compare("kernel", found | {KEY: Answer((5, 7, 6))}, reference, 0.2)
+    with pytest.raises(
+        GateFailure, match=r"1 of 2 answers .*; kernel L=1024 B=4 #2, token 1: 7 for 5, 2.0000"
+    ) as caught:
+        demand(comparison, wrong)
+    assert caught.value.kind is FailureKind.TOKEN_MISMATCH
+
+
+def test_prompts_are_ragged_and_long_ones_share_their_beginning() -> None:
+    short, long = draw_prompts(GPU, 1024, 4, 1), draw_prompts(GPU, 16384, 4, 1)
+    assert [len(prompt) for prompt in short] == [1024, 1023, 1022, 1021]
+    assert short[0][:100] != short[1][:100]
+    assert long[0][:16000] == long[1][:16000]
+    assert long[0][-24:] != long[1][-24:]
+    assert draw_prompts(GPU, 16384, 2, 1) == long[:2] != draw_prompts(GPU, 16384, 2, 2)
+    assert all(2 <= token < 64 for prompt in draw_prompts(CPU, 32, 3, 1) for token in prompt)
+
+
+def test_the_longest_prompts_of_a_gpu_host_fit_the_models_context() -> None:
+    assert max(GPU.lengths) + GPU.new_tokens + 64 < 262144
+    assert dataclasses.replace(GPU, lengths=()).batches == (1, 4, 16)

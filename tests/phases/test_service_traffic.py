@@ -1,0 +1,75 @@
+"""Mixed traffic: what is sent, and what it must not leave behind."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+from fake_service import FakeService
+
+from phases.gate import GateFailure
+from phases.service import ServiceFailed
+from phases.service_tokens import demand
+from phases.service_traffic import Traffic, leaks_in, mixed_prompts, run_traffic
+
+PROMPTS = mixed_prompts(64, 200, 8, 1)
+
+
+def traffic(
+    tmp_path: pathlib.Path, *faults: str, log: str = "well\n", seconds: float = 0.7
+) -> Traffic:
+    path = tmp_path / "log"
+    path.write_text(log)
+    right: Any = FakeService(path, "triton", 1, (), 0.0)
+    server: Any = FakeService(path, "kdtree_mla-trees", 9, faults, 0.0005)
+    reference = right.answers(PROMPTS, 8, likely=4)
+    return run_traffic(server, PROMPTS, reference, seconds=seconds, bound=0.01, seed=1, workers=3)
+
+
+def test_prompts_are_ragged_and_share_prefixes() -> None:
+    sizes = [len(prompt) for prompt in PROMPTS]
+    assert min(sizes) >= 1
+    assert len(set(sizes)) > 4
+    assert max(sizes) <= 200
+    halves = [
+        one[: len(two) // 2] == two[: len(two) // 2]
+        for one, two in zip(PROMPTS[::2], PROMPTS[1::2], strict=True)
+    ]
+    assert any(halves)
+
+
+def test_every_answer_is_compared_and_aborted_ones_as_far_as_they_go(
+    tmp_path: pathlib.Path,
+) -> None:
+    found = traffic(tmp_path)
+    assert found.requests > 20
+    assert found.seconds >= 0.7
+    assert found.comparison.answers + found.hung_up >= found.requests * 0.9
+    assert found.comparison.tokens > 0
+    demand(found.comparison)
+
+
+def test_a_wrong_token_is_found(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(GateFailure, match="answers differ beyond rounding; traffic, prompt"):
+        demand(traffic(tmp_path, "late token").comparison)
+
+
+def test_slots_that_stay_in_use_have_leaked(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phases.service_traffic._IDLE_LIMIT_S", 0.1)
+    with pytest.raises(GateFailure, match="KV slots are in use with no request"):
+        traffic(tmp_path, "leaks")
+
+
+def test_a_request_that_fails_is_an_error(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ServiceFailed, match="no answer from the server"):
+        traffic(tmp_path, "breaks")
+
+
+def test_what_the_log_says_of_leaks_fails(tmp_path: pathlib.Path) -> None:
+    line = "[x] pool memory leak detected! [full] total=9"
+    assert leaks_in(f"well\n{line}\n") == [line]
+    with pytest.raises(GateFailure, match=r"the server's log says: \[x\] pool memory leak"):
+        traffic(tmp_path, log=f"{line}\n", seconds=0.1)

@@ -1,0 +1,139 @@
+"""A server in SGLang's place, in this process, for gates that compare servers and time them.
+
+It answers greedily by a rule, is as fast as its variant says, and can be wrong in ways that a gate
+must see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import random
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from phases.service import Answer, Load, ServiceFailed, Tokens
+from phases.service_scale import GPU
+
+SCALE = dataclasses.replace(
+    GPU,
+    lengths=(32, 64),
+    speed_lengths=(32, 64),
+    batches=(1, 3),
+    new_tokens=12,
+    distinct=48,
+    write_model=lambda folder, seed, vocabulary, layers: folder,
+)
+"""A GPU host for servers that are not there: nothing is long, and no model is written."""
+FAST = {"kdtree_mla-trees": 0.0001, "triton": 0.002, "triton-trees": 0.004}
+"""Seconds of a token, so that the kernel is the fastest and trees on Triton are the slowest."""
+LINE = "kdtree_mla: SGLang 0.5.23; fake; verify: kernel; decode: triton\n"
+
+
+class FakeStart:
+    """`serving` for a gate. faults: what is wrong; seconds: of a token, by backend and trees."""
+
+    def __init__(self, *faults: str, seconds: Mapping[str, float] | None = None) -> None:
+        self.faults = faults
+        self.seconds = seconds or {}
+        self.started: list[tuple[tuple[str, ...], Mapping[str, str]]] = []
+
+    @contextlib.contextmanager
+    def __call__(
+        self,
+        arguments: Sequence[str],
+        *,
+        log: pathlib.Path,
+        environment: Mapping[str, str],
+        limit_s: float,
+    ) -> Iterator[Any]:
+        self.started.append((tuple(arguments), environment))
+        backend = arguments[arguments.index("--attention-backend") + 1]
+        trees = "NGRAM" in arguments
+        name = f"{backend}{'-trees' if trees else ''}"
+        if f"{name} does not start" in self.faults:
+            raise ServiceFailed("the server ended before it was healthy\nno such thing")
+        log.write_text(
+            LINE if backend == "kdtree_mla" and "silent" not in self.faults else "well\n"
+        )
+        nodes = 1
+        if trees:
+            nodes = int(arguments[arguments.index("--speculative-num-draft-tokens") + 1])
+        yield FakeService(log, name, nodes, self.faults, self.seconds.get(name, 0.0))
+
+
+class FakeService:
+    """The answers of one server. Token n after a prompt is drawn from what stands before it."""
+
+    def __init__(
+        self, log: pathlib.Path, name: str, nodes: int, faults: Sequence[str], seconds: float
+    ) -> None:
+        self.log = log
+        self.faults = faults if name == "kdtree_mla-trees" else ()
+        self._name, self._nodes, self._seconds = name, nodes, seconds
+        self._aborted: set[str] = set()
+        self._lock = threading.Lock()
+        self._leaked = 0
+
+    def answers(
+        self,
+        prompts: Sequence[Tokens],
+        new_tokens: int,
+        *,
+        likely: int = 0,
+        names: Sequence[str] | None = None,
+        limit_s: float | None = None,
+    ) -> list[Answer]:
+        seconds = self._seconds * new_tokens
+        if limit_s is not None and limit_s < 0.05:
+            raise ServiceFailed("timed out") from TimeoutError()
+        time.sleep(seconds)
+        if "breaks" in self.faults and names is not None:
+            raise ServiceFailed("no answer from the server: 500")
+        if names is not None and "leaks" in self.faults:
+            self._leaked += 3
+        return [self._answer(prompt, new_tokens, likely, names) for prompt in prompts]
+
+    def abort(self, name: str) -> None:
+        self._aborted.add(name)
+
+    def load(self) -> Load:
+        return Load(requests=0, used_slots=self._leaked, slots=1000, graph_bytes=1e6)
+
+    def _answer(
+        self, prompt: Tokens, count: int, likely: int, names: Sequence[str] | None
+    ) -> Answer:
+        draw = random.Random(str(prompt))
+        tokens, told = [], []
+        for step in range(count):
+            first, second, gap = draw.randrange(100), 100 + draw.randrange(100), draw.random()
+            told.append(((-1.0, first), (-1.0 - (1e-9 if step == 2 else 0.5 + gap), second)))
+            wrong = ("late token" in self.faults and step == count - 1) or (
+                "near-tie" in self.faults and step == 2
+            )
+            tokens.append(second if wrong else first)
+        steps = 0
+        if self._nodes > 1:
+            accepted = self._nodes if "all accepted" in self.faults else (1 + self._nodes) / 2
+            accepted = 1 if "none accepted" in self.faults else accepted
+            steps = max(1, round((count - 1) / accepted))
+            self._print(steps)
+        aborted = names is not None and names[0] in self._aborted
+        return Answer(
+            tuple(tokens[: count // 2] if aborted else tokens),
+            verified=steps,
+            likely=tuple(told) if likely else (),
+            ending="abort" if aborted else "length",
+        )
+
+    def _print(self, steps: int) -> None:
+        padded = 1 if "no padding" in self.faults else 2
+        lines = f"Decode graph replay: worker=target key_size={padded} (bs) "
+        lines += "mode=TARGET_VERIFY raw_bs=1\n"
+        graph = "False" if "eager" in self.faults else "True"
+        steps = 0 if "no replay" in self.faults else steps
+        with self._lock, self.log.open("a") as log:
+            log.write(lines * steps + f"Decode batch, cuda graph: {graph}, gen\n")
