@@ -244,6 +244,14 @@ def test_a_time_that_is_none_writes_no_table(
     assert not list((tmp_path / "tables").iterdir())
 
 
+def test_one_hiccup_of_the_clock_is_taken_again(root: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    hiccups = iter([math.nan])
+    by_rows = ordered({16: 30, 24: 20, 32: 10})
+    outcome, _ = run(root, tmp_path, [SHORT], lambda at, one: next(hiccups, by_rows(at, one)))
+    assert outcome.sweep.right
+    assert taken(outcome.table, 72, 1) == "32x16/1 measured"
+
+
 def test_a_full_sweep_chooses_for_deterministic_mode_too(
     root: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
