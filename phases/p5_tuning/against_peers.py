@@ -32,7 +32,7 @@ def against_peers(
     candidate: Attention = tree_verify_attention,
     peers: Sequence[Peer] = PEERS,
     regimes: Sequence[Regime] = REGIMES,
-    replays: int = 25,
+    replays: int = 15,
 ) -> list[Figure]:
     """Faster than FlashInfer fa2 in every regime that it does; how it stands to all others.
 

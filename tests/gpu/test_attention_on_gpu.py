@@ -110,7 +110,7 @@ def test_what_is_launched_is_what_the_table_says(inputs: AttentionInputs) -> Non
         library.set_tuning(*numbers)
         cuda = torch.profiler.ProfilerActivity.CUDA
         try:
-            with torch.profiler.profile(activities=[cuda]) as profile:
+            with torch.profiler.profile(activities=[cuda], acc_events=True) as profile:
                 tree_verify_attention(
                     *inputs.tensors(), sm_scale=CASE.sm_scale, max_nodes=max(CASE.trees)
                 )

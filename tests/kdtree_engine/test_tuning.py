@@ -229,9 +229,11 @@ def test_a_launch_brings_what_the_table_says(
             q, pool, steps, steps, None, torch.arange(10), None, None, 1.0, 5, deterministic,
             torch.zeros(10, 8, 512), None,
         )  # fmt: skip
-    table = load_table(table_path("sm_90"))
-    tiles = {"mma": (40, 24, 32), "wgmma": (40, 72, 64)}[body or table.body]
-    assert told == [tiles[deterministic], tiles[2], 0]
+    written = json.loads(table_path("sm_90").read_text())
+    said = written["bodies"][body or written["body"]]
+    (of_40_rows,) = [one for one in said["entries"] if one["rows_up_to"] == 40]
+    wanted = said["deterministic"] if deterministic else of_40_rows
+    assert told == [wanted[name] for name in ("row_tile", "block_tokens", "min_blocks")]
 
 
 def test_a_broken_table_of_this_gpu_is_refused_and_not_passed_over(
