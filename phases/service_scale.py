@@ -163,14 +163,18 @@ def launched(
     log: pathlib.Path,
     start: Start,
     graphs: bool,
+    at_once: int = max(_GRAPHS),
     more: tuple[str, ...] = (),
     environment: Mapping[str, str] | None = None,
 ) -> contextlib.AbstractContextManager[Service]:
     """The server of a variant. graphs: CUDA graphs on, where the machine can have them.
 
+    at_once: the most requests that will run together; graphs of more are not captured, as each
+    takes ten seconds.
     Prefill never runs in one: that would take long to capture and change nothing of a verification.
     """
-    on = ("--cuda-graph-bs-decode", *map(str, _GRAPHS), "--disable-prefill-cuda-graph")
+    sizes = [str(size) for size in _GRAPHS if size <= at_once]
+    on = ("--cuda-graph-bs-decode", *sizes, "--disable-prefill-cuda-graph")
     paths = [*map(str, scale.paths), str(_ROOT / "kdtree-engine"), os.environ.get("PYTHONPATH", "")]
     return start(
         (

@@ -124,7 +124,9 @@ def measure(
     log = folder / f"{variant.name}.log"
     note(f"{variant.name}: starts")
     begun = time.monotonic()
-    with launched(scale, variant, model=model, log=log, start=start, graphs=graphs) as service:
+    with launched(
+        scale, variant, model=model, log=log, start=start, graphs=graphs, at_once=1
+    ) as service:
         served = Served(
             variant,
             start_seconds=time.monotonic() - begun,
