@@ -364,6 +364,7 @@ def kit_environment(device: str) -> dict[str, str]:
     environment = {
         "PYTHONPATH": os.pathsep.join(filter(None, (*map(str, paths), given))),
         "KDTREE_DECODE": "1",
+        "KDTREE_QLEN_MASK": "0",  # the kit makes its masks itself, with their prefix columns
     }
     if device == "cpu":
         environment |= {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}

@@ -28,9 +28,17 @@ __all__ = ["KdtreeMlaBackend"]
 class KdtreeMlaBackend(TritonAttnBackend):  # type: ignore[misc]  # SGLang is untyped here
     """One backend of one model runner; ranks share nothing through it."""
 
-    def __init__(self, runner: Any, settings: Settings, version: str) -> None:
+    num_draft_tokens: Any  # of the parent: T, None without speculation
+
+    def __init__(self, runner: Any, settings: Settings, version: str, *, qlen: bool) -> None:
+        """qlen: SGLang makes masks of T x T bytes a request, and not of T x (L + T)."""
         super().__init__(runner)
         self._kdtree = settings
+        self._qlen = qlen
+        self._qlen_steps: dict[int, torch.Tensor] = {}
+        if qlen:
+            # Room for no request: SGLang then makes a mask for each batch. Graphs get theirs below.
+            self._verify_mask = compat.qlen_mask(0, self.num_draft_tokens, self.device)
         self._sglang = version
         # Plain decode as a tree of one node. `kv_indptr` counts the new token among the prefix
         # already, so its own column is masked out: a byte of zero for each request.
@@ -54,12 +62,19 @@ class KdtreeMlaBackend(TritonAttnBackend):  # type: ignore[misc]  # SGLang is un
         stored at `forward_batch.out_cache_loc` first; both None where the model has stored them
         there already. Returns [tokens, H * 512].
         """
+        verifies = forward_batch.forward_mode.is_target_verify()
         if not (
             self._kdtree.verify
-            and forward_batch.forward_mode.is_target_verify()
+            and verifies
             and (k is None) == (v is None)
             and _plain(layer, features)
         ):
+            if verifies and self._qlen and self.forward_metadata.custom_mask is not None:
+                raise RuntimeError(
+                    f"kdtree_mla: a call of layer {layer.layer_id} has features that the kernel "
+                    "has not, and SGLang's Triton kernel cannot read a mask of T x T bytes "
+                    "(set KDTREE_QLEN_MASK=0)"
+                )
             stock: torch.Tensor = super().forward_extend(
                 q, k, v, layer, forward_batch, save_kv_cache, **features
             )
@@ -73,7 +88,7 @@ class KdtreeMlaBackend(TritonAttnBackend):  # type: ignore[misc]  # SGLang is un
             forward_batch,
             qo_indptr=metadata.qo_indptr,
             mask=metadata.custom_mask,
-            mask_indptr=None if metadata.custom_mask is None else metadata.mask_indptr,
+            mask_indptr=None if metadata.custom_mask is None else self._mask_steps(metadata),
             max_nodes=metadata.max_extend_len,
         )
 
@@ -130,9 +145,32 @@ class KdtreeMlaBackend(TritonAttnBackend):  # type: ignore[misc]  # SGLang is un
             kv_indices_buf = torch.zeros(
                 max_bs * self.max_context_len, dtype=torch.int64, device=self.device
             )
-        super().init_cuda_graph_state(
-            max_bs, max_num_tokens, kv_indices_buf, cuda_graph_num_kv_splits_buf
-        )
+        nodes = self.num_draft_tokens
+        if self._qlen:
+            self.num_draft_tokens = None  # so the parent makes no mask of T x max_context a request
+        try:
+            super().init_cuda_graph_state(
+                max_bs, max_num_tokens, kv_indices_buf, cuda_graph_num_kv_splits_buf
+            )
+        finally:
+            self.num_draft_tokens = nodes
+        if self._qlen:
+            self._verify_mask = compat.qlen_mask(max_bs, nodes, self.device)
+
+    def _mask_steps(self, metadata: Any) -> torch.Tensor:
+        """Where each request's mask begins: by SGLang's offsets, of T x (L + T), or by ours.
+
+        Ours follow from T alone and are kept: a captured graph reads them at each replay.
+        """
+        if not self._qlen:
+            offsets: torch.Tensor = metadata.mask_indptr
+            return offsets
+        nodes = metadata.max_extend_len
+        steps = self._qlen_steps.get(nodes)
+        if steps is None:
+            steps = self._one_each.long() * (nodes * nodes)
+            self._qlen_steps[nodes] = steps
+        return steps[: metadata.qo_indptr.shape[0]]
 
     def _store(
         self, k: torch.Tensor, v: torch.Tensor | None, layer: Any, forward_batch: Any

@@ -23,11 +23,13 @@ __all__ = [
     "SUPPORTED",
     "attention_backends",
     "missing_names",
+    "qlen_mask",
     "register_backend",
     "renames_slots",
     "require_names",
     "require_supported",
     "sglang_version",
+    "use_qlen_masks",
     "write_location",
 ]
 
@@ -161,6 +163,41 @@ def renames_slots(version: str, backend: Any) -> bool:
 
     space = backend.kv_index_translator.space(IdSpaceKind.FULL)
     return space.write is not None or space.read_v2p is not None
+
+
+QLEN_ALGORITHMS = ("NGRAM", "EAGLE", "EAGLE3", "STANDALONE")
+"""Those whose masks SGLang can make as T x T, or in words that SGLang's own code has for it: NGRAM
+by a constant of its worker, the others by what the backend says of its mask."""
+_NGRAM = "sglang.srt.speculative.ngram_worker"
+_VERIFY_MASK = "sglang.srt.layers.attention.verify_mask:VerifyMask"
+_QLEN_ONLY = "sglang.srt.speculative.eagle_utils:TreeMaskMode.QLEN_ONLY"
+
+
+def use_qlen_masks(algorithm: str) -> None:
+    """Have SGLang make tree masks without their prefix columns, in this process.
+
+    Raises MissingError where this SGLang has no way to.
+    """
+    wanted = [_VERIFY_MASK, _QLEN_ONLY]
+    if algorithm == "NGRAM":
+        wanted.append(f"{_NGRAM}:USE_FULL_MASK")
+    lacking = [name for name in wanted if _found(name) is None]
+    if lacking:
+        raise MissingError(
+            f"kdtree_mla: T x T masks need {', '.join(lacking)}, which this SGLang lacks",
+            remedy="set KDTREE_QLEN_MASK=0",
+        )
+    if algorithm == "NGRAM":
+        worker: Any = importlib.import_module(_NGRAM)
+        worker.USE_FULL_MASK = False
+
+
+def qlen_mask(max_bs: int, nodes: int, device: Any) -> Any:
+    """SGLang's word for a mask of T x T bytes a request, with a buffer for `max_bs` requests."""
+    import torch
+
+    buffer = torch.zeros(max_bs * nodes * nodes, dtype=torch.uint8, device=device)
+    return _found(_VERIFY_MASK)(buffer=buffer, mode=_found(_QLEN_ONLY), max_bs=max_bs, is_read=True)
 
 
 def attention_backends(version: str, runner: Any) -> tuple[str, str]:

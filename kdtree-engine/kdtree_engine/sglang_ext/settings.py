@@ -39,6 +39,11 @@ VARIABLES = (
         "CUDA graphs keep max_batch x max_context slots and not max_tokens x max_context",
         default="1",
     ),
+    Variable(
+        "KDTREE_QLEN_MASK",
+        "tree masks have T x T bytes a request and not T x (L + T): NGRAM, and EAGLE's family",
+        default="1",
+    ),
     Variable("KDTREE_DEFRAG", "defragmentation tier of the KV pool", ("off",), "off"),
     Variable("KDTREE_LIBRARY", "path of the kernel library to load", (), ""),
     Variable("KDTREE_WGMMA", "sm_90: take the wgmma kernels, or those on mma.sync", default=""),
@@ -53,6 +58,7 @@ class Settings:
     verify: bool = True
     decode: bool = False
     graph_buffers: bool = True
+    qlen_mask: bool = True
 
     @property
     def stock(self) -> bool:
@@ -92,5 +98,6 @@ def read_settings(environment: Mapping[str, str]) -> tuple[Settings, list[str]]:
         verify=given["KDTREE_VERIFY"] == "1",
         decode=given["KDTREE_DECODE"] == "1",
         graph_buffers=given["KDTREE_GRAPH_BUFFERS"] == "1",
+        qlen_mask=given["KDTREE_QLEN_MASK"] == "1",
     )
     return settings, warnings

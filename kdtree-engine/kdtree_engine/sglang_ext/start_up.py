@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -60,13 +61,17 @@ def made(runner: Any) -> Any:
 
     from kdtree_engine.sglang_ext.backend import KdtreeMlaBackend
 
-    backend = KdtreeMlaBackend(runner, settings, version)
+    left = _left_to_triton(runner)
+    qlen = _qlen(settings, left)
+    if qlen is not None:
+        compat.use_qlen_masks(qlen)
+    backend = KdtreeMlaBackend(runner, settings, version, qlen=qlen is not None)
     if compat.renames_slots(version, backend):
         raise ConfigError(
             "kdtree_mla: the unified KV pool gives its rows other numbers than out_cache_loc has",
             remedy="start without the unified pool, or choose --attention-backend triton",
         )
-    _log.info("%s", _line(version, runner, library, settings))
+    _log.info("%s", _line(version, library, settings, left, str(runner.device), qlen is not None))
     return backend
 
 
@@ -171,11 +176,20 @@ def _library(runner: Any) -> str:
     return str(library_path())
 
 
-def _line(version: str, runner: Any, library: str, settings: Settings) -> str:
-    device = str(runner.device)
-    if device == "cuda":
-        capability = ".".join(map(str, torch.cuda.get_device_capability()))
-        device = f"{torch.cuda.get_device_name()} (compute capability {capability})"
+def _qlen(settings: Settings, left: Mapping[str, int]) -> str | None:
+    """The algorithm whose masks shall have T x T bytes a request; None where they stay as they are.
+
+    They stay where SGLang's Triton kernel verifies a layer too, as it reads them with a prefix.
+    """
+    from sglang.srt.runtime_context import get_spec
+
+    algorithm = str(get_spec().speculative_algorithm)
+    wanted = settings.qlen_mask and settings.verify and not left
+    return algorithm if wanted and algorithm in compat.QLEN_ALGORITHMS else None
+
+
+def _left_to_triton(runner: Any) -> collections.Counter[str]:
+    """How many attention layers stay with SGLang's Triton backend, by the reason."""
     handed: collections.Counter[str] = collections.Counter()
     model = getattr(runner, "model", None)  # SGLang's conformance kit has none
     for module in () if model is None else model.modules():
@@ -183,10 +197,25 @@ def _line(version: str, runner: Any, library: str, settings: Settings) -> str:
             reason = layer_reason(module)
             if reason not in (None, "not absorbed MLA"):
                 handed[str(reason)] += 1
+    return handed
+
+
+def _line(
+    version: str,
+    library: str,
+    settings: Settings,
+    handed: Mapping[str, int],
+    device: str,
+    qlen: bool,
+) -> str:
+    if device == "cuda":
+        capability = ".".join(map(str, torch.cuda.get_device_capability()))
+        device = f"{torch.cuda.get_device_name()} (compute capability {capability})"
     left = ", ".join(f"{count} layers ({reason})" for reason, count in sorted(handed.items()))
     return (
         f"kdtree_mla: SGLang {version}; {device}; library: {library}; "
         f"verify: {_who(settings.verify)}; decode: {_who(settings.decode)}; "
+        f"masks: {'T x T' if qlen else 'stock'}; "
         f"graph buffers: {'max_batch x max_context' if settings.graph_buffers else 'stock'}; "
         f"defrag: off; left to triton: {left or 'no layer'}"
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import functools
 import importlib
+import itertools
 import json
 import os
 import pathlib
@@ -76,9 +77,7 @@ def _watch(backend: Any, *_: Any, **__: Any) -> None:
         if layer.layer_id == 0:
             _counts["verify" if verify else "decode"] += rest["qo_indptr"].shape[0] - 1
             if verify:
-                _counts["branching"] += sum(
-                    _branches(tree) for tree in _trees(rest, self.forward_metadata.kv_indptr)
-                )
+                _counts["branching"] += sum(map(_branches, _trees(rest)))
             _save()
         if verify and os.environ.get("KD_TEST_WRONG_MASK") == "1":
             rest["mask"] = torch.ones_like(rest["mask"])
@@ -89,13 +88,14 @@ def _watch(backend: Any, *_: Any, **__: Any) -> None:
     cls._kd_watched = True
 
 
-def _trees(call: dict[str, Any], kv_indptr: torch.Tensor) -> list[torch.Tensor]:
-    """The T x T part of each request's mask of T x (L + T) bytes."""
+def _trees(call: dict[str, Any]) -> list[torch.Tensor]:
+    """The T x T part of each request's mask of T x T or T x (L + T) bytes."""
     trees = []
-    lengths, nodes = kv_indptr.diff().tolist(), call["qo_indptr"].diff().tolist()
-    for start, length, count in zip(call["mask_indptr"].tolist(), lengths, nodes, strict=False):
-        rows = call["mask"][start : start + count * (length + count)].view(count, -1)
-        trees.append(rows[:, length:].bool())
+    counts = call["qo_indptr"].diff().tolist()
+    for (start, end), count in zip(
+        itertools.pairwise(call["mask_indptr"].tolist()), counts, strict=True
+    ):
+        trees.append(call["mask"][start:end].view(count, -1)[:, -count:].bool())
     return trees
 
 
