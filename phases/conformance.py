@@ -28,7 +28,10 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import torch
+
 from kdtree_engine.library import library_path
+from phases.candidates import require_current_library
 from phases.gate import FailureKind, Figure, GateFailure, Unit
 from phases.service import server_python
 
@@ -305,11 +308,12 @@ def run_backend(
     device: "cuda", in bf16, or "cpu", in float32 and with SGLang's Triton kernels interpreted.
     command: what is started instead of the kit's process.
 
-    Raises GateFailure where the process ends before its last case, in whatever way; MissingError
-    where a GPU has no kernel library.
+    Raises GateFailure where the process ends before its last case, in whatever way, and where the
+    kernel library is not the one that csrc makes; MissingError where a GPU has none.
     """
     if device == "cuda":
         library_path()
+        require_current_library(torch.device(device))
     request = {
         "backend": backend,
         "device": device,

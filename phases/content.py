@@ -97,6 +97,8 @@ def _imports(root: pathlib.Path, name: str, path: pathlib.Path) -> Iterator[str]
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name
+                if _DECLARATION.fullmatch(alias.name):
+                    yield f"{alias.name}.__init__"
                 if alias.name == "kdtree_engine":
                     yield from _all_modules(root, alias.name)
         elif isinstance(node, ast.ImportFrom):
@@ -106,6 +108,8 @@ def _imports(root: pathlib.Path, name: str, path: pathlib.Path) -> Iterator[str]
                 member = f"{source}.{alias.name}"
                 if _path(root, member) is not None:
                     yield member
+                elif _DECLARATION.fullmatch(source):
+                    yield f"{source}.__init__"  # more than a declaration: a name is taken from it
                 elif source == "kdtree_engine":
                     # A lazily loaded attribute: any module of the package may be behind it.
                     yield from _all_modules(root, source)

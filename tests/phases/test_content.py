@@ -70,6 +70,10 @@ def test_a_gate_beside_it_does_not_age_a_gate_but_what_it_is_given_does(
     (house / "phases/p0_x/__init__.py").write_text("from phases.p0_x import another\n")
     (house / "phases/p0_x/another.py").write_text("")
     assert gate_content(house, gate) == first
+    (house / "phases/p0_x/gates.py").write_text("from phases.p0_x import LIMIT\n")
+    second = gate_content(house, gate)
+    (house / "phases/p0_x/__init__.py").write_text("LIMIT = 2\n")
+    assert gate_content(house, gate) not in (first, second)
     given = [Gate("x", "x", functools.partial(module.check, limit=n)) for n in (1, 2)]
     assert len({first, *(gate_content(house, one) for one in given)}) == 3
 
