@@ -98,6 +98,7 @@ def service_token_exact(
     trees, counts = answers(2, "trees", (*_KERNEL, *_TREE))
     _same_tokens("trees on the kernel", trees, stock)
     _at_least_one(counts, "branching", "no tree branched, so its mask was not tried")
+    _at_least_one(counts, "short_masks", "no mask had T x T bytes")
     _at_least_one(counts, "moved", "no accepted row was moved, so no side branch was accepted")
     wrong, spoiled = answers(3, "wrong-mask", (*_KERNEL, *_TREE), KD_TEST_WRONG_MASK="1")
     _at_least_one(spoiled, "verify", "nothing was verified with the wrong mask")
@@ -109,6 +110,7 @@ def service_token_exact(
     return [
         Figure("tokens equal", sum(map(len, (*decoded, *trees))), Unit.TOKENS),
         Figure("branching trees", counts["branching"], Unit.COUNT),
+        Figure("masks of T x T bytes", counts["short_masks"], Unit.COUNT),
         Figure("accepted nodes", counts["accepted"], Unit.COUNT),
         Figure("moved rows", counts["moved"], Unit.COUNT),
         Figure("answers that a wrong mask changes", different, Unit.COUNT),

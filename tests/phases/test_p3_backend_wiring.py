@@ -39,7 +39,7 @@ class FakeServer:
         spoiled = environment.get("KD_TEST_WRONG_MASK") == "1" and "mask is ignored" not in faults
         counts = {"decode": 9} if kernel and not tree else {}
         if tree:
-            counts = {"verify": 9, "branching": 5, "moved": 2, "accepted": 7}
+            counts = {"verify": 9, "branching": 5, "short_masks": 9, "moved": 2, "accepted": 7}
             counts |= {name: 0 for name in counts if f"no {name}" in faults}
         if kernel:
             pathlib.Path(environment["KD_TEST_OBSERVED"]).write_text(json.dumps(counts))
@@ -95,6 +95,7 @@ def test_equal_tokens_pass(ctx: Context) -> None:
     assert [(figure.name, figure.value) for figure in figures] == [
         ("tokens equal", 2 * 2 * 6 * 4),
         ("branching trees", 5),
+        ("masks of T x T bytes", 9),
         ("accepted nodes", 7),
         ("moved rows", 2),
         ("answers that a wrong mask changes", 12),
@@ -114,6 +115,7 @@ def test_equal_tokens_pass(ctx: Context) -> None:
         ("late token", FailureKind.TOKEN_MISMATCH, r"trees on the kernel: answer \d differs .* 3:"),
         ("mask is ignored", FailureKind.TOKEN_MISMATCH, "a mask of ones changes no token"),
         ("no branching", FailureKind.TOKEN_MISMATCH, "no tree branched"),
+        ("no short_masks", FailureKind.TOKEN_MISMATCH, "no mask had T x T bytes"),
         ("no moved", FailureKind.TOKEN_MISMATCH, "no accepted row was moved"),
         ("hooks", FailureKind.LAUNCH, "trees: its log says: Failed to apply hooks"),
     ],

@@ -78,6 +78,8 @@ def _watch(backend: Any, *_: Any, **__: Any) -> None:
             _counts["verify" if verify else "decode"] += rest["qo_indptr"].shape[0] - 1
             if verify:
                 _counts["branching"] += sum(map(_branches, _trees(rest)))
+                sizes = rest["qo_indptr"].diff()
+                _counts["short_masks"] += int((rest["mask_indptr"].diff() == sizes * sizes).sum())
             _save()
         if verify and os.environ.get("KD_TEST_WRONG_MASK") == "1":
             rest["mask"] = torch.ones_like(rest["mask"])
