@@ -50,7 +50,32 @@ _TREE = (
     *("--speculative-num-draft-tokens", str(_NODES)),
     *("--speculative-ngram-max-bfs-breadth", "4"),
 )
+_DRAFT_TREE = (
+    *("--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "3"),
+    *("--speculative-eagle-topk", "3", "--speculative-num-draft-tokens", str(_NODES)),
+    *("--max-running-requests", "16", "--triton-attention-num-kv-splits", "1"),
+)
+_SPOILED_TOKENS = 12
+"""A mask of ones shows within 8."""
+_DRAFT_PROMPTS = slice(1, None, 2)
+_DRAFT_TOKENS = 16
+_DRAFT_WIDTH = 1.7
 _IMPORT_LIMIT_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """What one server answered, first to a batch and then to requests sent at once.
+
+    counts: what `observe` saw of the first batch: the n-gram drafter learns from what it served.
+    spoiled: its answers with a mask in which every node sees every other; verified_wrong: how many
+        trees were verified with it.
+    """
+
+    tokens: list[Tokens]
+    counts: Mapping[str, int]
+    spoiled: list[Tokens]
+    verified_wrong: int
 
 
 def service_token_exact(
@@ -61,60 +86,114 @@ def service_token_exact(
     The server's greedy tokens with trees on the kernel are those of stock plain decoding.
 
     Four servers, one after the other: stock Triton without speculation; plain decode on the kernel;
-    trees on the kernel; trees with a mask in which every node sees every other, which must differ.
-    Each answers a ragged batch, and all but the first also the same prompts as requests sent at
-    once.
+    trees of n-grams on the kernel; trees of a draft model on the kernel. Each answers a ragged
+    batch, and all but the first also the same prompts as requests sent at once. Those with trees
+    then answer once more with a mask in which every node sees every other, which must differ.
     """
     if torch.cuda.is_available():
         return gpu_host.tokens_of_service(ctx, start=start)
     model = write_small_model(ctx.scratch / "model", seed=ctx.seed, vocabulary=_VOCABULARY)
+    # The same weights but for the queries: its likeliest tokens are often the model's.
+    draft = write_small_model(
+        ctx.scratch / "draft", seed=ctx.seed, vocabulary=_VOCABULARY, width=_DRAFT_WIDTH
+    )
     draw = random.Random(ctx.seed)
     prompts = [
         tuple(draw.randrange(2, _VOCABULARY) for _ in range(length)) for length in _PROMPT_LENGTHS
     ]
 
     def answers(
-        number: int, name: str, arguments: Sequence[str], **environment: str
-    ) -> tuple[list[Tokens], dict[str, int]]:
+        number: int,
+        name: str,
+        arguments: Sequence[str],
+        asked: Sequence[Tokens] = prompts,
+        count: int = new_tokens,
+        **environment: str,
+    ) -> _Seen:
         ctx.progress(number, 4, name)
         log, seen = ctx.scratch / f"{name}.log", ctx.scratch / f"{name}.json"
-        environment["KD_TEST_OBSERVED"] = str(seen)
+        spoils = ctx.scratch / f"{name}.wrong-mask"
+        environment |= {"KD_TEST_OBSERVED": str(seen), "KD_TEST_WRONG_MASK": str(spoils)}
+        spoiled: list[Tokens] = []
         with _cpu_server(model, arguments, log, environment, start) as service:
-            found = service.generate(prompts, new_tokens)
-            # On the first pass: the n-gram drafter learns from what it served.
-            counts = json.loads(seen.read_text()) if seen.is_file() else {}
+            found = service.generate(asked, count)
+            counts = _observed(seen)
             if name != "stock":
-                found += service.generate_at_once(prompts, new_tokens)
+                found += service.generate_at_once(asked, count)
+            if "--speculative-algorithm" in arguments:
+                spoils.touch()
+                spoiled = service.generate(asked, min(count, _SPOILED_TOKENS))
         failures = failures_in(log.read_text(errors="replace"))
         if failures:
             raise GateFailure(FailureKind.LAUNCH, f"{name}: its log says: {failures[0]}")
-        return found, counts
+        return _Seen(found, counts, spoiled, _observed(seen).get("spoiled", 0))
 
-    stock, _ = answers(0, "stock", _STOCK, SGLANG_DISABLE_LEAN_ATTENTION="1")
-    stock += stock  # what it must be in a batch, it must be in requests sent at once
-    decoded, counts = answers(1, "decode", _KERNEL, KDTREE_DECODE="1")
-    _same_tokens("plain decode on the kernel", decoded, stock)
-    _at_least_one(counts, "decode", "no token was decoded on the kernel")
-    trees, counts = answers(2, "trees", (*_KERNEL, *_TREE))
-    _same_tokens("trees on the kernel", trees, stock)
-    _at_least_one(counts, "branching", "no tree branched, so its mask was not tried")
-    _at_least_one(counts, "short_masks", "no mask had T x T bytes")
-    _at_least_one(counts, "moved", "no accepted row was moved, so no side branch was accepted")
-    wrong, spoiled = answers(3, "wrong-mask", (*_KERNEL, *_TREE), KD_TEST_WRONG_MASK="1")
-    _at_least_one(spoiled, "verify", "nothing was verified with the wrong mask")
-    if wrong == stock:
-        raise GateFailure(
-            FailureKind.TOKEN_MISMATCH, "a mask of ones changes no token: the check sees nothing"
-        )
-    different = sum(_first_difference(*pair) is not None for pair in zip(wrong, stock, strict=True))
+    stock = answers(0, "stock", _STOCK, SGLANG_DISABLE_LEAN_ATTENTION="1").tokens
+    decoded = answers(1, "decode", _KERNEL, KDTREE_DECODE="1")
+    _same_tokens("plain decode on the kernel", decoded.tokens, stock * 2)
+    _at_least_one(decoded.counts, "decode", "no token was decoded on the kernel")
+    trees = answers(2, "trees", (*_KERNEL, *_TREE))
+    different = _check_trees("trees on the kernel", trees, stock)
+    # A draft model is slow in the interpreter, which its own attention runs in.
+    count = min(new_tokens, _DRAFT_TOKENS)
+    drafted = answers(
+        3,
+        "draft-trees",
+        (*_KERNEL, *_DRAFT_TREE, "--speculative-draft-model-path", str(draft)),
+        asked=prompts[_DRAFT_PROMPTS],
+        count=count,
+    )
+    expected = [answer[:count] for answer in stock[_DRAFT_PROMPTS]]
+    drafted_different = _check_trees("trees of a draft model", drafted, expected)
+    equal = sum(map(len, (*decoded.tokens, *trees.tokens, *drafted.tokens)))
     return [
-        Figure("tokens equal", sum(map(len, (*decoded, *trees))), Unit.TOKENS),
-        Figure("branching trees", counts["branching"], Unit.COUNT),
-        Figure("masks of T x T bytes", counts["short_masks"], Unit.COUNT),
-        Figure("accepted nodes", counts["accepted"], Unit.COUNT),
-        Figure("moved rows", counts["moved"], Unit.COUNT),
-        Figure("answers that a wrong mask changes", different, Unit.COUNT),
+        Figure("tokens equal", equal, Unit.TOKENS),
+        *_tree_figures("", trees, different),
+        *_tree_figures("draft model: ", drafted, drafted_different),
     ]
+
+
+def _check_trees(what: str, seen: _Seen, expected: list[Tokens]) -> int:
+    """Right where the mask is, and wrong where it is not; returns how many answers were wrong.
+
+    expected: of stock plain decoding, an answer a prompt.
+    """
+    # What it must be in a batch, it must be in requests sent at once.
+    _same_tokens(what, seen.tokens, expected * 2)
+    for name, otherwise in (
+        ("branching", "no tree branched, so its mask was not tried"),
+        ("short_masks", "no mask had T x T bytes"),
+        ("accepted", "no node was accepted"),
+        ("moved", "no accepted row was moved, so no side branch was accepted"),
+    ):
+        _at_least_one(seen.counts, name, f"{what}: {otherwise}")
+    if not seen.verified_wrong:
+        raise GateFailure(
+            FailureKind.TOKEN_MISMATCH, f"{what}: nothing was verified with the wrong mask"
+        )
+    pairs = zip(seen.spoiled, expected, strict=True)
+    different = sum(got != wanted[: len(got)] for got, wanted in pairs)
+    if not different:
+        raise GateFailure(
+            FailureKind.TOKEN_MISMATCH,
+            f"{what}: a mask of ones changes no token: the check sees nothing",
+        )
+    return different
+
+
+def _tree_figures(prefix: str, seen: _Seen, different: int) -> list[Figure]:
+    return [
+        Figure(f"{prefix}branching trees", seen.counts["branching"], Unit.COUNT),
+        Figure(f"{prefix}masks of T x T bytes", seen.counts["short_masks"], Unit.COUNT),
+        Figure(f"{prefix}accepted nodes", seen.counts["accepted"], Unit.COUNT),
+        Figure(f"{prefix}moved rows", seen.counts["moved"], Unit.COUNT),
+        Figure(f"{prefix}answers that a wrong mask changes", different, Unit.COUNT),
+    ]
+
+
+def _observed(path: pathlib.Path) -> dict[str, int]:
+    found: dict[str, int] = json.loads(path.read_text()) if path.is_file() else {}
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,10 @@ from phases.service import ServiceFailed, Tokens
 
 
 class FakeServer:
-    """Answers as stock SGLang would; `faults` name what is wrong with it."""
+    """Answers as stock SGLang would; `faults` name what is wrong with it.
+
+    A fault that begins with `ngram: ` or `draft: ` is one of the server with such trees.
+    """
 
     def __init__(self, *faults: str) -> None:
         self.faults = faults
@@ -34,28 +37,37 @@ class FakeServer:
         limit_s: float,
     ) -> Iterator[Any]:
         self.started.append((arguments, environment))
-        faults = self.faults
-        kernel, tree = "kdtree_mla" in arguments, "NGRAM" in arguments
-        spoiled = environment.get("KD_TEST_WRONG_MASK") == "1" and "mask is ignored" not in faults
-        counts = {"decode": 9} if kernel and not tree else {}
-        if tree:
+        tree = "ngram" if "NGRAM" in arguments else "draft" if "STANDALONE" in arguments else None
+        kernel = "kdtree_mla" in arguments
+        faults = [fault.removeprefix(f"{tree}: ") for fault in self.faults]
+        counts = {"decode": 9} if kernel and tree is None else {}
+        if tree is not None:
             counts = {"verify": 9, "branching": 5, "short_masks": 9, "moved": 2, "accepted": 7}
             counts |= {name: 0 for name in counts if f"no {name}" in faults}
+        seen = pathlib.Path(environment["KD_TEST_OBSERVED"])
         if kernel:
-            pathlib.Path(environment["KD_TEST_OBSERVED"]).write_text(json.dumps(counts))
+            seen.write_text(json.dumps(counts))
         log.write_text("Failed to apply hooks\n" if tree and "hooks" in faults else "well\n")
+
+        def one(prompt: Tokens, count: int, *, late: bool = False) -> Tokens:
+            tokens = [sum(prompt) + step for step in range(count)]
+            if pathlib.Path(environment["KD_TEST_WRONG_MASK"]).exists():
+                # Counts go on; those of the right mask must have been read before.
+                more = {"spoiled": 0 if "mask is not spoiled" in faults else 9, "branching": 99}
+                seen.write_text(json.dumps(counts | more))
+                tokens[-1] += "mask is ignored" not in faults
+            elif tree is not None and (
+                ("late token" in faults and len(prompt) > 9) or (late and "at once" in faults)
+            ):
+                tokens[-1] += 1
+            return tuple(tokens)
 
         class Answers:
             def generate(self, prompts: Sequence[Tokens], count: int) -> list[Tokens]:
-                return [self.one(prompt, count) for prompt in prompts]
+                return [one(prompt, count) for prompt in prompts]
 
-            generate_at_once = generate
-
-            def one(self, prompt: Tokens, count: int) -> Tokens:
-                tokens = [sum(prompt) + step for step in range(count)]
-                if spoiled or (tree and "late token" in faults and prompt[0] % 2):
-                    tokens[-1] += 1
-                return tuple(tokens)
+            def generate_at_once(self, prompts: Sequence[Tokens], count: int) -> list[Tokens]:
+                return [one(prompt, count, late=True) for prompt in prompts]
 
         yield Answers()
 
@@ -93,12 +105,17 @@ def test_equal_tokens_pass(ctx: Context) -> None:
     server = FakeServer()
     figures = checks.service_token_exact(ctx, start=server, new_tokens=4)
     assert [(figure.name, figure.value) for figure in figures] == [
-        ("tokens equal", 2 * 2 * 6 * 4),
+        ("tokens equal", 2 * (2 * 6 + 3) * 4),
         ("branching trees", 5),
         ("masks of T x T bytes", 9),
         ("accepted nodes", 7),
         ("moved rows", 2),
-        ("answers that a wrong mask changes", 12),
+        ("answers that a wrong mask changes", 6),
+        ("draft model: branching trees", 5),
+        ("draft model: masks of T x T bytes", 9),
+        ("draft model: accepted nodes", 7),
+        ("draft model: moved rows", 2),
+        ("draft model: answers that a wrong mask changes", 3),
     ]
     names = [
         arguments[arguments.index("--attention-backend") + 1] for arguments, _ in server.started
@@ -107,25 +124,56 @@ def test_equal_tokens_pass(ctx: Context) -> None:
     assert [environment.get("KDTREE_DECODE") for _, environment in server.started] == [
         *(None, "1", None, None)
     ]
+    algorithms = [
+        arguments[arguments.index("--speculative-algorithm") + 1]
+        for arguments, _ in server.started
+        if "--speculative-algorithm" in arguments
+    ]
+    assert algorithms == ["NGRAM", "STANDALONE"]
+    drafted, _ = server.started[3]
+    model, draft = (
+        pathlib.Path(drafted[drafted.index(name) + 1])
+        for name in ("--model-path", "--speculative-draft-model-path")
+    )
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (model, draft)]
+    assert weights[0] != weights[1]  # the model itself would predict every token
+
+
+def test_a_long_answer_is_compared_as_far_as_each_server_gives_it(ctx: Context) -> None:
+    (tokens, *_) = checks.service_token_exact(ctx, start=FakeServer(), new_tokens=20)
+    assert tokens.value == 2 * (2 * 6 * 20 + 3 * 16)
+
+
+NGRAM, DRAFT = "trees on the kernel", "trees of a draft model"
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind", "says"),
+    ("fault", "says"),
     [
-        ("late token", FailureKind.TOKEN_MISMATCH, r"trees on the kernel: answer \d differs .* 3:"),
-        ("mask is ignored", FailureKind.TOKEN_MISMATCH, "a mask of ones changes no token"),
-        ("no branching", FailureKind.TOKEN_MISMATCH, "no tree branched"),
-        ("no short_masks", FailureKind.TOKEN_MISMATCH, "no mask had T x T bytes"),
-        ("no moved", FailureKind.TOKEN_MISMATCH, "no accepted row was moved"),
-        ("hooks", FailureKind.LAUNCH, "trees: its log says: Failed to apply hooks"),
+        ("late token", r"{}: answer \d differs .* 3:"),
+        ("at once", r"{}: answer [36] differs .* 3:"),
+        ("mask is ignored", "{}: a mask of ones changes no token"),
+        ("mask is not spoiled", "{}: nothing was verified with the wrong mask"),
+        ("no branching", "{}: no tree branched"),
+        ("no short_masks", "{}: no mask had T x T bytes"),
+        ("no accepted", "{}: no node was accepted"),
+        ("no moved", "{}: no accepted row was moved"),
     ],
 )
-def test_a_fault_of_the_service_fails(
-    ctx: Context, fault: str, kind: FailureKind, says: str
+@pytest.mark.parametrize(("trees", "name"), [("ngram", NGRAM), ("draft", DRAFT)])
+def test_a_fault_of_a_server_with_trees_fails(
+    ctx: Context, trees: str, name: str, fault: str, says: str
 ) -> None:
-    with pytest.raises(GateFailure, match=says) as caught:
-        checks.service_token_exact(ctx, start=FakeServer(fault), new_tokens=4)
-    assert caught.value.kind is kind
+    with pytest.raises(GateFailure, match=says.format(name)) as caught:
+        checks.service_token_exact(ctx, start=FakeServer(f"{trees}: {fault}"), new_tokens=4)
+    assert caught.value.kind is FailureKind.TOKEN_MISMATCH
+
+
+@pytest.mark.parametrize(("trees", "name"), [("ngram", "trees"), ("draft", "draft-trees")])
+def test_a_failed_hook_fails(ctx: Context, trees: str, name: str) -> None:
+    with pytest.raises(GateFailure, match=f"^{name}: its log says: Failed to apply") as caught:
+        checks.service_token_exact(ctx, start=FakeServer(f"{trees}: hooks"), new_tokens=4)
+    assert caught.value.kind is FailureKind.LAUNCH
 
 
 CASE = checks.Refusal("case", "kdtree_mla: this is why")

@@ -19,12 +19,14 @@ def ctx(tmp_path: pathlib.Path) -> Context:
 
 
 def test_trees_on_the_kernel_give_the_tokens_of_stock_decoding(ctx: Context) -> None:
-    """Four servers; the last one has a wrong mask, and must give other tokens."""
+    """Trees of n-grams and of a draft model; with a wrong mask both must give other tokens."""
     found = {figure.name: figure.value for figure in checks.service_token_exact(ctx)}
-    assert found["tokens equal"] == 2 * 2 * 6 * 48
-    assert found["branching trees"] >= 20
-    assert found["moved rows"] >= 10
-    assert found["answers that a wrong mask changes"] >= 6
+    assert found["tokens equal"] == 2 * (2 * 6 * 48 + 3 * 16)
+    for prefix, branching, moved, wrong in (("", 20, 10, 4), ("draft model: ", 10, 5, 2)):
+        assert found[f"{prefix}branching trees"] >= branching
+        assert found[f"{prefix}masks of T x T bytes"] >= branching
+        assert found[f"{prefix}moved rows"] >= moved
+        assert found[f"{prefix}answers that a wrong mask changes"] >= wrong
 
 
 def test_the_plugin_stops_a_server_that_it_cannot_serve(ctx: Context) -> None:

@@ -22,6 +22,7 @@ from kdtree_engine.errors import MissingError
 __all__ = [
     "SUPPORTED",
     "attention_backends",
+    "draft_on_triton",
     "missing_names",
     "qlen_mask",
     "register_backend",
@@ -37,6 +38,8 @@ SUPPORTED = ("0.5.17", "0.5.23")
 
 _CHOICES = {"0.5.17": "sglang.srt.server_args", "0.5.23": "sglang.srt.arg_groups.choices"}
 _TRITON = "sglang.srt.layers.attention.triton_backend"
+_HOOKS = "sglang.srt.plugins.hook_registry"
+_DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils:DraftBackendFactory._create_backend"
 _NAMES = (
     "sglang.srt.layers.attention.attention_registry:register_attention_backend",
     f"{_TRITON}:TritonAttnBackend.forward_extend",
@@ -56,6 +59,9 @@ _NAMES = (
     "sglang.srt.models.deepseek_common.utils:FORWARD_ABSORB_CORE_ATTENTION_BACKENDS",
     "sglang.srt.runtime_context:get_parallel",
     "sglang.srt.runtime_context:get_spec",
+    f"{_HOOKS}:HookRegistry.register",
+    f"{_HOOKS}:HookType.BEFORE",
+    _DRAFT_BACKENDS,
 )
 _NAMES_OF = {
     "0.5.17": (
@@ -140,6 +146,26 @@ def register_backend(name: str, version: str, factory: Callable[[Any], Any]) -> 
         )
     add_choices([name])
     register(name)(factory)
+
+
+def draft_on_triton(name: str) -> None:
+    """Have the draft model of a server on backend `name` draft with SGLang's Triton backends.
+
+    A draft of several steps has backends of its own, which SGLang makes by the server's backend:
+    one that it does not know stops the server. Without a registry of hooks nothing is done here,
+    as the server stops where the backend is made.
+    """
+    register, before = (
+        _found(f"{_HOOKS}:HookRegistry.register"),
+        _found(f"{_HOOKS}:HookType.BEFORE"),
+    )
+    if register is None or before is None:
+        return
+
+    def as_triton(_: Any, __: str, backends: dict[str, Any], *___: Any, **____: Any) -> None:
+        backends.setdefault(name, backends["triton"])
+
+    register(_DRAFT_BACKENDS.replace(":", "."), as_triton, before)
 
 
 def write_location(version: str, forward_batch: Any, metadata: Any) -> Any:

@@ -29,6 +29,7 @@ def register() -> None:
     """
     try:
         compat.register_backend(NAME, compat.sglang_version(), create)
+        compat.draft_on_triton(NAME)
     except KdError as error:
         _log.error("%s", error)
 

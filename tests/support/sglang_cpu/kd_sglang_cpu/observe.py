@@ -1,7 +1,8 @@
 """What a test must know of a running server: that trees branched, and rows were moved.
 
 KD_TEST_OBSERVED   a JSON file that is kept up to date with the counts
-KD_TEST_WRONG_MASK with 1, every node sees every node of its tree: the tokens must come out wrong
+KD_TEST_WRONG_MASK a file; while it is there, every node sees every node of its tree: the tokens
+                   must come out wrong
 
 Two more make a server on which the plugin must refuse to run:
 
@@ -77,17 +78,24 @@ def _watch(backend: Any, *_: Any, **__: Any) -> None:
         if layer.layer_id == 0:
             _counts["verify" if verify else "decode"] += rest["qo_indptr"].shape[0] - 1
             if verify:
+                _counts["spoiled"] += len(rest["qo_indptr"]) - 1 if _spoils() else 0
                 _counts["branching"] += sum(map(_branches, _trees(rest)))
                 sizes = rest["qo_indptr"].diff()
                 _counts["short_masks"] += int((rest["mask_indptr"].diff() == sizes * sizes).sum())
             _save()
-        if verify and os.environ.get("KD_TEST_WRONG_MASK") == "1":
+        if verify and _spoils():
             rest["mask"] = torch.ones_like(rest["mask"])
         out: torch.Tensor = attend(self, q, layer, batch, **rest)
         return out
 
     cls._attend = observed
     cls._kd_watched = True
+
+
+def _spoils() -> bool:
+    """Read at each call, so that one server can be right first and wrong then."""
+    path = os.environ.get("KD_TEST_WRONG_MASK")
+    return path is not None and pathlib.Path(path).exists()
 
 
 def _trees(call: dict[str, Any]) -> list[torch.Tensor]:

@@ -28,6 +28,7 @@ def install() -> None:
 
     for target, stand_in in (
         (f"{OPS}.cache_locs.assign_extend_cache_locs_func", assign_extend_cache_locs),
+        (f"{OPS}.spec_tree.build_tree_kernel_efficient_func", build_tree),
         (f"{OPS}.spec_tree.verify_tree_greedy_func", verify_tree_greedy),
         # Verifying a sampled request needs a CUDA kernel; SGLang's own CPU engine is greedy too.
         ("sglang.srt.speculative.eagle_utils._verify_uses_greedy", lambda **_: True),
@@ -59,6 +60,17 @@ def assign_extend_cache_locs(
         next_power_of_2(batch_size),
     )
     return out
+
+
+def build_tree(*arguments: Any) -> None:
+    """A draft model's tree: mask, positions and links, which SGLang's Triton body writes in place.
+
+    The last argument is the form of the mask, T x T bytes a request or T x (L + T); the buffer is
+    SGLang's, and may have room for more requests than there are.
+    """
+    from sglang.kernels.ops.speculative.spec_tree import sgl_build_tree_kernel_triton as body
+
+    body(*arguments)
 
 
 def verify_tree_greedy(**tensors: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
