@@ -146,3 +146,17 @@ def test_what_cannot_be_served_is_refused_or_left_to_triton(root: pathlib.Path) 
         "draft": "TritonAttnBackend",
         "all off": "TritonAttnBackend",
     }
+
+
+def test_trees_of_a_draft_model_in_each_form_of_mask(root: pathlib.Path) -> None:
+    found = answer(root, "trees")
+    assert {"mask", "positions"} <= set(found.pop("another tree"))
+    (says,) = found.pop("a graph without room")
+    assert "(81) must match the existing size (90)" in says
+    assert found == {
+        "T x T": [],
+        "T x T in the plugin's buffer": [],
+        "full": [],
+        "full in a buffer": [],
+        "a graph": [],
+    }

@@ -155,7 +155,9 @@ class KdtreeMlaBackend(TritonAttnBackend):  # type: ignore[misc]  # SGLang is un
         finally:
             self.num_draft_tokens = nodes
         if self._qlen:
-            self._verify_mask = compat.qlen_mask(max_bs, nodes, self.device)
+            self._verify_mask = compat.qlen_mask(
+                max_bs, nodes, self.device, prefix=self.get_cuda_graph_seq_len_fill_value()
+            )
 
     def _mask_steps(self, metadata: Any) -> torch.Tensor:
         """Where each request's mask begins: by SGLang's offsets, of T x (L + T), or by ours.

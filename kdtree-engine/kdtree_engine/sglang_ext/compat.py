@@ -218,11 +218,15 @@ def use_qlen_masks(algorithm: str) -> None:
         worker.USE_FULL_MASK = False
 
 
-def qlen_mask(max_bs: int, nodes: int, device: Any) -> Any:
-    """SGLang's word for a mask of T x T bytes a request, with a buffer for `max_bs` requests."""
+def qlen_mask(max_bs: int, nodes: int, device: Any, *, prefix: int = 0) -> Any:
+    """SGLang's word for a mask of T x T bytes a request, with a buffer for `max_bs` requests.
+
+    prefix: of the requests that graphs are captured with. SGLang copies their mask, T x (prefix +
+    T) bytes a request whatever the form, to the start of this buffer.
+    """
     import torch
 
-    buffer = torch.zeros(max_bs * nodes * nodes, dtype=torch.uint8, device=device)
+    buffer = torch.zeros(max_bs * nodes * (prefix + nodes), dtype=torch.uint8, device=device)
     return _found(_VERIFY_MASK)(buffer=buffer, mode=_found(_QLEN_ONLY), max_bs=max_bs, is_read=True)
 
 

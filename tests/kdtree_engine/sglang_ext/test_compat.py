@@ -60,6 +60,34 @@ def test_the_name_is_registered(modules: Any, home: str, version: str) -> None:
     assert backends == {"kdtree_mla": plugin.create}
 
 
+def test_a_draft_model_drafts_on_sglangs_triton_backends(modules: Any) -> None:
+    """By a hook before SGLang looks its own backends up, which leaves other servers as they are."""
+    hooks: list[tuple[str, Any, str]] = []
+    modules(
+        "sglang.srt.plugins.hook_registry",
+        HookRegistry=types.SimpleNamespace(register=lambda *given: hooks.append(given)),
+        HookType=types.SimpleNamespace(BEFORE="before"),
+    )
+    compat.draft_on_triton("kdtree_mla")
+    ((target, hook, kind),) = hooks
+    assert target == "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
+    assert kind == "before"
+    backends = {"fa3": "of fa3", "triton": "of triton"}
+    for more in ((), ("0.5.23 names the split",)):
+        given = ("factory", "decode_attention_backend", backends, "an error text", *more)
+        assert hook(*given) is None  # SGLang goes on with what it has given
+    assert backends == {"fa3": "of fa3", "triton": "of triton", "kdtree_mla": "of triton"}
+
+
+def test_without_hooks_the_name_is_registered_and_the_backend_refuses(modules: Any) -> None:
+    registering(modules, "0.5.23")
+    compat.draft_on_triton("kdtree_mla")
+    missing = compat.missing_names("0.5.23")
+    assert "sglang.srt.plugins.hook_registry:HookRegistry.register" in missing
+    wanted = "sglang.srt.speculative.draft_utils:DraftBackendFactory._create_backend"
+    assert wanted in missing
+
+
 def test_a_plugin_that_finds_no_place_says_so_and_raises_nothing(
     modules: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
