@@ -103,11 +103,12 @@ def run_traffic(
             numbers = [draw.randrange(len(prompts)) for _ in range(draw.choice((1, 1, 2, 4)))]
             wanted = draw.randint(1, len(reference[0].tokens))
             kind = draw.random()
+            if kind < 0.15:
+                numbers = numbers[:1]
             with lock:
                 counts["requests"] += len(numbers)
                 note(f"{counts['requests']} requests")
             if kind < 0.15:
-                numbers = numbers[:1]
                 name = f"traffic-{seed}-{worker}-{turn}"
                 with _aborted(service, name, draw.uniform(0.0, 0.3)):
                     asked = [prompts[numbers[0]]]

@@ -55,7 +55,7 @@ def test_every_answer_is_compared_and_aborted_ones_as_far_as_they_go(
     found = traffic(tmp_path)
     assert found.requests > 20
     assert found.seconds >= 0.7
-    assert found.comparison.answers + found.hung_up >= found.requests * 0.9
+    assert found.comparison.answers + found.hung_up == found.requests
     assert found.comparison.tokens > 0
     assert found.comparison.tokens == found.comparison.wanted
     demand(found.comparison)

@@ -106,7 +106,7 @@ class FakeService:
         if "breaks" in self.faults and names is not None:
             raise ServiceFailed("no answer from the server: 500")
         if names is not None:  # such an answer is a slow one, so that an abort can come in time
-            deadline = time.monotonic() + 0.15
+            deadline = time.monotonic() + 0.4
             while names[0] not in self._aborted and time.monotonic() < deadline:
                 time.sleep(0.005)
         if names is not None and "leaks" in self.faults:
