@@ -17,14 +17,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdtree_engine.atomic import write_atomically
+from kdtree_engine.build import origin_of, require_current
 from kdtree_engine.errors import KdError
+from kdtree_engine.library import library_path
 from kdtree_engine.machine import Machine
 from phases.checkout import Checkout
 from phases.evidence import new_run_id, now
 from phases.service import serving
 from phases.service_scale import GPU, Scale, Start, Variant, kernel, plain, triton
-from phases.service_speed import LAYERS, NEW_TOKENS, Served, measure, ratio
-from phases.service_tokens import Difference, compare_answer, tie_bound
+from phases.service_speed import (
+    LAYERS,
+    NEW_TOKENS,
+    Served,
+    differences,
+    measure,
+    ratio,
+    speed_bound,
+)
+from phases.service_tokens import Difference
 
 __all__ = ["COLUMNS", "ServeBench", "bench_serve", "rows", "variants"]
 
@@ -33,13 +43,18 @@ COLUMNS = ("server", "context", "tok/s", "accepted", "times triton", "times plai
 
 @dataclasses.dataclass
 class ServeBench:
-    """One run. failed: what each server that could not be measured said, by its name."""
+    """One run. failed: what each server that could not be measured said, by its name.
+
+    library: the kernel library's file and what the build wrote beside it: digest of csrc, nvcc.
+    """
 
     scale: str
     seed: int
     nodes: int
     graphs: bool
     new_tokens: int
+    lengths: tuple[int, ...]
+    library: dict[str, Any] = dataclasses.field(default_factory=dict)
     served: dict[str, Served] = dataclasses.field(default_factory=dict)
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
     differences: dict[str, list[Difference]] = dataclasses.field(default_factory=dict)
@@ -50,8 +65,14 @@ class ServeBench:
     @property
     def right(self) -> bool:
         """Whether every server was measured, and differs from the reference in near-ties alone."""
+        measured = [self.served.get(variant.name) for variant in variants(self.nodes)]
         every = [one for found in self.differences.values() for one in found]
-        return not self.failed and all(one.near_tie for one in every)
+        return (
+            bool(self.lengths)
+            and not self.failed
+            and all(one is not None and all(map(one.at, self.lengths)) for one in measured)
+            and all(one.near_tie for one in every)
+        )
 
     def times(self, variant: Variant, other: Variant, length: int) -> float | None:
         """How many times as fast as `other`; None where one of them is missing."""
@@ -83,10 +104,24 @@ def bench_serve(
 
     A server that does not start or answer is on record with what it said, and the others are
     measured all the same. The servers' logs stay beside the file.
+
+    Raises CompileError on a GPU where the kernel library is not what csrc as it is makes, and
+    MissingError where there is none.
     """
-    # Rounding is not measured here, as the gates do; so what it is at least counts twice.
+    library: dict[str, Any] = {}
+    if scale.device.type == "cuda":
+        path = library_path()
+        require_current(path)
+        library = {"file": path.name, **origin_of(path)}
     bench = ServeBench(
-        scale.name, seed, nodes, graphs, new_tokens, bound=2 * tie_bound(0, scale.dtype)
+        scale.name,
+        seed,
+        nodes,
+        graphs,
+        new_tokens,
+        tuple(lengths),
+        library,
+        bound=speed_bound(scale),
     )
     file = checkout.state / "bench" / f"{bench.run}.json"
     revision = checkout.revision()
@@ -159,16 +194,20 @@ def rows(bench: ServeBench) -> list[tuple[str, ...]]:
 
 
 def _reasons(bench: ServeBench) -> list[tuple[str, str]]:
-    return [(name, said.strip().splitlines()[0]) for name, said in bench.failed.items()]
+    return [
+        (name, (said.strip() or "no message").splitlines()[-1])
+        for name, said in bench.failed.items()
+    ]
 
 
 def _verdict(bench: ServeBench, name: str, length: int) -> str:
     if plain().name not in bench.served:
         return "not compared"
-    found = [one for one in bench.differences.get(name, ()) if one.where == f"{name} L={length}"]
+    places = (f"{name} L={length}", f"{name} L={length} timed")
+    found = [one for one in bench.differences.get(name, ()) if one.where in places]
     if not found:
         return "equal"
-    (one,) = found
+    one = min(found, key=lambda one: one.near_tie)  # the first that is wrong, else the first
     return f"{'near-tie' if one.near_tie else 'differs'} at {one.step}"
 
 
@@ -177,16 +216,11 @@ def _compare(bench: ServeBench) -> None:
     reference = bench.served.get(plain().name)
     if reference is None:
         return
-    bench.differences = {}
-    for name, served in bench.served.items():
-        if served is reference:
-            continue
-        for speed in served.speeds:
-            if (other := reference.at(speed.length)) is None:
-                continue
-            where = f"{name} L={speed.length}"
-            _, found = compare_answer(where, speed.answer.tokens, other.answer, bench.bound)
-            bench.differences.setdefault(name, []).extend([found] if found else [])
+    bench.differences = {
+        name: differences(served, reference, bench.bound)
+        for name, served in bench.served.items()
+        if served is not reference
+    }
 
 
 def _document(
@@ -200,13 +234,14 @@ def _document(
     lengths = dict.fromkeys(one.length for served in bench.served.values() for one in served.speeds)
     ours = kernel(bench.nodes)
     return {
-        "version": 1,
+        "version": 2,
         "run": bench.run,
         "started": bench.started,
         "command": list(command),
         "revision": commit,
         "dirty": dirty,
         "machine": machine.as_json(),
+        "library": bench.library,
         "environment": {name: os.environ[name] for name in os.environ if name[:7] == "KDTREE_"},
         "scale": bench.scale,
         "seed": bench.seed,

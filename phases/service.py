@@ -27,6 +27,7 @@ __all__ = [
     "ServiceFailed",
     "Tokens",
     "failures_in",
+    "incomplete",
     "plain_text",
     "server_python",
     "serving",
@@ -63,7 +64,7 @@ class Answer:
     verified: how often a tree was verified for it; 0 without speculation.
     likely: for each token the most likely ones there, best first, as (log probability, token);
         empty unless asked for.
-    ending: why it ended: `length`, `stop`, `abort`.
+    ending: why it ended: `length`, `stop`, `abort`; empty where the server does not say.
     """
 
     tokens: Tokens
@@ -172,7 +173,7 @@ class Service:
                 )
                 if likely
                 else (),
-                ending=str((about.get("finish_reason") or {}).get("type", "length")),
+                ending=str((about.get("finish_reason") or {}).get("type", "")),
             )
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise self._wrong("an answer with output_ids expected", found) from error
@@ -261,6 +262,20 @@ def serving(
 def server_python() -> str:
     """The Python that has SGLang: the one that KD_SGLANG_PYTHON names, else this one."""
     return os.environ.get("KD_SGLANG_PYTHON") or sys.executable
+
+
+def incomplete(answers: Sequence[Answer], new_tokens: int) -> str | None:
+    """What is wrong with the first answer that is not `new_tokens` tokens, ended by their number.
+
+    Two servers that answer nothing agree in every token, so whoever compares must ask this first.
+    """
+    for number, answer in enumerate(answers):
+        if len(answer.tokens) != new_tokens or answer.ending != "length":
+            return (
+                f"answer {number}: expected {new_tokens} tokens and ending 'length', got "
+                f"{len(answer.tokens)} and {answer.ending!r}"
+            )
+    return None
 
 
 def failures_in(log: str) -> list[str]:

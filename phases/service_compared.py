@@ -10,9 +10,10 @@ import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 
+from phases.candidates import require_current_library
 from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
 from phases.service import Answer, Service, failures_in, plain_text, serving
-from phases.service_scale import Scale, Start, Variant, launched, plain
+from phases.service_scale import Scale, Start, Variant, kernel, launched, plain
 from phases.service_tokens import (
     LIKELY,
     Comparison,
@@ -20,14 +21,15 @@ from phases.service_tokens import (
     ask_all,
     compare,
     rounding,
-    tie_bound,
+    tie_bounds,
 )
 
 __all__ = ["LAYERS", "Asked", "ask_servers", "compared", "saying"]
 
 LAYERS = 2
 """Of the model whose tokens are compared: what prefills 200,000 tokens on each server."""
-_SERVES = "kdtree_mla: SGLang "
+_BACKEND = kernel(1).backend
+_SERVES = f"{_BACKEND}: SGLang "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +56,11 @@ def ask_servers(
 ) -> dict[Variant, Asked]:
     """Start each server, ask it the prompts of `scale`, and do `then` before it ends.
 
-    Raises GateFailure where a server's log says that a plugin failed, or where one that was asked
-    for the kernel does not say in its line that trees are verified on it.
+    Raises GateFailure where the kernel library is not what csrc as it is makes, where a server's
+    log says that a plugin failed, or where one that was asked for the kernel does not say in its
+    line that trees are verified on it.
     """
+    require_current_library(scale.device)
     model = scale.write_model(ctx.scratch / "model", ctx.seed, scale.vocabulary, LAYERS)
     found: dict[Variant, Asked] = {}
     for number, variant in enumerate(chosen):
@@ -96,20 +100,21 @@ def saying(ctx: Context, number: int, total: int, what: str = "") -> Callable[[s
 
 def compared(
     found: Mapping[Variant, Asked], *, scale: Scale
-) -> tuple[list[Comparison], float, list[Figure]]:
-    """Every server against the one without speculation; the bound; figures of the reference.
+) -> tuple[list[Comparison], dict[int, float], list[Figure]]:
+    """Every server against the one without speculation; the bounds; figures of the reference.
 
     Raises GateFailure where no tree was ever accepted or none was ever refused: then trees were not
     tried.
     """
     reference = found[plain()].answers
     noise = rounding(reference)
-    bound = tie_bound(noise, scale.dtype)
+    bounds = tie_bounds(noise, scale.dtype)
     comparisons = []
     for variant, asked in found.items():
         if variant == plain():
             continue
-        one = compare(variant.name, asked.answers, reference, bound)
+        stock = variant.backend != _BACKEND
+        one = compare(variant.name, asked.answers, reference, bounds, stock=stock)
         if variant.nodes is not None and not 1 < one.accept_length < variant.nodes:
             raise GateFailure(
                 FailureKind.TOKEN_MISMATCH,
@@ -117,7 +122,14 @@ def compared(
                 f"expected more than 1 and less than {variant.nodes}: its trees were not tried",
             )
         comparisons.append(one)
-    return comparisons, bound, [Figure("rounding, log probability", noise, Unit.RATIO)]
+    return (
+        comparisons,
+        bounds,
+        [
+            Figure(f"rounding at {length}, log probability", one, Unit.RATIO)
+            for length, one in noise.items()
+        ],
+    )
 
 
 def _log_is_well(variant: Variant, log: pathlib.Path) -> None:
@@ -128,7 +140,7 @@ def _log_is_well(variant: Variant, log: pathlib.Path) -> None:
     ]
     if failures:
         raise GateFailure(FailureKind.LAUNCH, f"{variant.name}: its log says: {failures[0]}")
-    if variant.backend != "kdtree_mla":
+    if variant.backend != _BACKEND:
         return
     said = [line for line in text.splitlines() if _SERVES in line]
     if not said or not all("verify: kernel" in line for line in said):

@@ -31,12 +31,14 @@ _CAPTURE = re.compile(
 class Replays:
     """sizes: how many target-verify replays there were by (padded, real) number of requests.
 
-    other: replays in another mode. eager: decode steps without a graph.
+    other: replays in another mode. eager: decode steps without a graph. in_graphs: those with one;
+    with neither, the log does not tell of its steps as is expected here.
     """
 
     sizes: Mapping[tuple[int, int], int]
     other: int
     eager: int
+    in_graphs: int
 
     @property
     def verified(self) -> int:
@@ -67,8 +69,8 @@ def replays_in(log: str) -> Replays:
             sizes[int(size), int(real)] += 1
         else:
             other += 1
-    eager = sum(said == "False" for said in _STEP.findall(log))
-    return Replays(dict(sizes), other, eager)
+    steps = collections.Counter(_STEP.findall(log))
+    return Replays(dict(sizes), other, eager=steps["False"], in_graphs=steps["True"])
 
 
 def capture_in(log: str) -> Capture:

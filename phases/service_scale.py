@@ -25,6 +25,7 @@ __all__ = ["CPU", "GPU", "Scale", "Start", "Variant", "kernel", "launched", "pla
 Start = Callable[..., contextlib.AbstractContextManager[Service]]
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
+_CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
 _GRAPHS = (1, 2, 4, 8, 16)
 """Requests for which graphs are captured; other batches are padded."""
 
@@ -75,7 +76,8 @@ class Scale:
     request. new_tokens: asked for after each prompt. vocabulary: of the model; small, so that an
     n-gram is often seen again and trees branch. dtype: of model and KV. graphs: whether graphs can
     be captured. distinct: the longest prompts that share nothing; longer ones of one length have
-    all but their ends in common, so that they are prefilled once.
+    all but their ends in common, so that they are prefilled once. device: what the servers run on;
+    on `cuda` the kernel library must be the one that csrc as it is makes.
     """
 
     name: str
@@ -93,6 +95,7 @@ class Scale:
     paths: tuple[pathlib.Path, ...] = ()
     distinct: int = 4096
     limit_s: float = 300.0
+    device: torch.device = _CUDA
 
 
 def _gpu_model(folder: pathlib.Path, seed: int, vocabulary: int, layers: int) -> pathlib.Path:
@@ -151,6 +154,7 @@ CPU = Scale(
     },
     paths=(_ROOT / "tests" / "support" / "sglang_cpu",),
     distinct=48,
+    device=_CPU,
 )
 """A rehearsal: the same requests, to the real server on a machine without a GPU."""
 

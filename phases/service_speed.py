@@ -4,7 +4,8 @@ The time of a short answer is taken from that of a long one to the same prompt, 
 in its cache: what stays is decoding, without prefill and HTTP. Before anything is timed the long
 answer is asked for once, so that the n-gram drafter has seen it: then trees of every server hold
 the same continuation, and the servers accept equally many tokens at a step. A comparison of speeds
-must look at `accept_length` too.
+must look at `accept_length` too, and at the tokens: a server that answers something else does other
+work. No ceiling of near-ties holds for them, as there are too few answers to count.
 """
 
 from __future__ import annotations
@@ -14,11 +15,21 @@ import pathlib
 import time
 from collections.abc import Callable, Sequence
 
-from phases.gate import Figure, Unit
-from phases.service import Answer, Service, ServiceFailed, Tokens, plain_text, serving
+from phases.candidates import require_current_library
+from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
+from phases.service import (
+    Answer,
+    Service,
+    ServiceFailed,
+    Tokens,
+    incomplete,
+    plain_text,
+    serving,
+)
+from phases.service_compared import saying
 from phases.service_graphs import Capture, capture_in
 from phases.service_scale import Scale, Start, Variant, launched, plain
-from phases.service_tokens import LIKELY, draw_prompts
+from phases.service_tokens import LIKELY, Difference, compare_answer, draw_prompts, tie_bound
 
 __all__ = [
     "LAYERS",
@@ -26,8 +37,12 @@ __all__ = [
     "Served",
     "Speed",
     "decode_speed",
+    "demand_tokens",
+    "differences",
     "measure",
+    "measure_all",
     "ratio",
+    "speed_bound",
     "speed_figures",
     "unlike_acceptance",
 ]
@@ -42,12 +57,16 @@ _SHORT = 2
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """tokens_per_second: of decoding. accept_length: tokens that a verification gave, or 0."""
+    """tokens_per_second: of decoding. accept_length: tokens that a verification gave, or 0.
+
+    answer: of the first pass, untimed. timed: the other tokens that timed passes gave, if any.
+    """
 
     length: int
     tokens_per_second: float
     accept_length: float
     answer: Answer
+    timed: tuple[Tokens, ...] = ()
 
 
 def decode_speed(
@@ -56,19 +75,23 @@ def decode_speed(
     """The best of `repeats` pairs; the answer is that of the first pass, untimed.
 
     likely: as in `Service.answers`, of the untimed answer alone.
-    Raises ServiceFailed where the long answer takes no longer than the short one.
+    Raises ServiceFailed where an answer is not as many tokens as were asked for, or where the long
+    one takes no longer than the short one, or no more verifications.
     """
     long = _SHORT + new_tokens
-    (first,) = service.answers([prompt], long, likely=likely)
+    first = _one(service, prompt, long, likely)
+    timed: dict[Tokens, None] = {}
     shortest: dict[int, float] = {}
     steps: dict[int, list[int]] = {_SHORT: [], long: []}
     for _ in range(repeats):
         for count in (_SHORT, long):
             begun = time.perf_counter()
-            (answer,) = service.answers([prompt], count)
+            answer = _one(service, prompt, count)
             seconds = time.perf_counter() - begun
             shortest[count] = min(seconds, shortest.get(count, seconds))
             steps[count].append(answer.verified)
+            if answer.tokens != first.tokens[:count]:
+                timed[answer.tokens] = None
     taken = shortest[long] - shortest[_SHORT]
     if taken <= 0:
         raise ServiceFailed(f"{long} tokens took no longer than {_SHORT}: nothing was decoded")
@@ -78,7 +101,21 @@ def decode_speed(
     # A short answer's one verification gives more than it is asked for, which is thrown away: so
     # what the rest took is counted in verifications, and not in tokens.
     decoded = accepted * (verified - before) if verified else new_tokens
-    return Speed(len(prompt), decoded / taken, accepted, first)
+    if decoded <= 0:
+        raise ServiceFailed(
+            f"{long} tokens took {verified:g} verifications and {_SHORT} took {before:g}, expected "
+            "more: nothing was decoded; ask for more new tokens"
+        )
+    return Speed(len(prompt), decoded / taken, accepted, first, tuple(timed))
+
+
+def _one(service: Service, prompt: Tokens, count: int, likely: int = 0) -> Answer:
+    """The one answer. Raises ServiceFailed where it is not `count` tokens."""
+    answers = service.answers([prompt], count, likely=likely)
+    if problem := incomplete(answers, count):
+        raise ServiceFailed(f"a prompt of {len(prompt)} tokens: {problem}")
+    (answer,) = answers
+    return answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +184,76 @@ def measure(
             served = dataclasses.replace(served, speeds=(*served.speeds, speed))
             keep(served)
     return served
+
+
+def measure_all(
+    ctx: Context,
+    chosen: Sequence[Variant],
+    *,
+    scale: Scale,
+    graphs: bool,
+    lengths: Sequence[int],
+    start: Start,
+    new_tokens: int,
+) -> list[Served]:
+    """Each variant of a speed gate, in turn.
+
+    Raises GateFailure where the kernel library is not what csrc as it is makes.
+    """
+    require_current_library(scale.device)
+    return [
+        measure(
+            scale,
+            variant,
+            folder=ctx.scratch,
+            seed=ctx.seed,
+            graphs=graphs,
+            lengths=lengths,
+            start=start,
+            new_tokens=new_tokens,
+            note=saying(ctx, number, len(chosen)),
+        )
+        for number, variant in enumerate(chosen)
+    ]
+
+
+def speed_bound(scale: Scale) -> float:
+    """What is a near-tie of timed answers.
+
+    Rounding is not measured here, as it is where tokens are judged; so what it is at least counts
+    twice.
+    """
+    return 2 * tie_bound(0, scale.dtype)
+
+
+def differences(served: Served, reference: Served, bound: float) -> list[Difference]:
+    """Where a server's answers, timed ones too, leave the reference's to the same prompt."""
+    found = []
+    for speed in served.speeds:
+        if (other := reference.at(speed.length)) is None:
+            continue
+        where = f"{served.variant.name} L={speed.length}"
+        answers = [(where, speed.answer.tokens)]
+        answers += [(f"{where} timed", tokens) for tokens in speed.timed]
+        for place, tokens in answers:
+            # A timed answer may be a short one. That it is as long as was asked for is known.
+            wanted = dataclasses.replace(other.answer, tokens=other.answer.tokens[: len(tokens)])
+            _, one = compare_answer(place, tokens, wanted, bound)
+            found += [one] if one else []
+    return found
+
+
+def demand_tokens(
+    served: Served, reference: Served, bound: float, figures: Sequence[Figure] = ()
+) -> None:
+    """Raises GateFailure where a server was timed at other tokens than the reference's."""
+    wrong = [one for one in differences(served, reference, bound) if not one.near_tie]
+    if wrong:
+        raise GateFailure(
+            FailureKind.TOKEN_MISMATCH,
+            f"{len(wrong)} timed answers differ beyond rounding; {wrong[0]}",
+            figures,
+        )
 
 
 def speed_figures(served: Served) -> list[Figure]:

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+import urllib.error
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from phases.gate import FailureKind, GateFailure
+from phases.gate import FailureKind, Figure, GateFailure
 from phases.service import Answer, Service, ServiceFailed, Tokens, plain_text
-from phases.service_tokens import Comparison, Difference, compare_answer
+from phases.service_tokens import Comparison, Difference, bound_at, compare_answer
 
-__all__ = ["Traffic", "leaks_in", "mixed_prompts", "run_traffic"]
+__all__ = ["Traffic", "demand_traffic", "leaks_in", "mixed_prompts", "run_traffic"]
 
 _WORKERS = 8
 _IDLE_LIMIT_S = 60.0
@@ -56,7 +58,7 @@ def run_traffic(
     reference: Sequence[Answer],
     *,
     seconds: float,
-    bound: float,
+    bounds: Mapping[int, float],
     seed: int,
     workers: int = _WORKERS,
     note: Callable[[str], None] = lambda text: None,
@@ -64,8 +66,8 @@ def run_traffic(
     """`workers` callers for so long; then the checks that nothing runs and nothing is held.
 
     reference: an answer to each prompt, with its likely tokens; no request asks for more tokens.
-    bound: as in `service_tokens.compare`.
-    Raises GateFailure for a leak, ServiceFailed for a request that failed.
+    bounds: as in `service_tokens.compare`; a prompt between two lengths takes the longer one's.
+    Raises GateFailure for a leak, ServiceFailed for a request that failed, an abort among them.
     """
     begun = time.monotonic()
     deadline = begun + seconds
@@ -80,12 +82,14 @@ def run_traffic(
                 reference[number], tokens=reference[number].tokens[:wanted]
             )
             where = f"traffic, prompt {number}"
+            bound = bound_at(bounds, len(prompts[number]))
             same, difference = compare_answer(
                 where, answer.tokens, expected, bound, partial=ended_early
             )
             with lock:
                 counts["answers"] += 1
                 counts["tokens"] += same
+                counts["wanted"] += len(answer.tokens) if ended_early else len(expected.tokens)
                 counts["aborted"] += ended_early
                 counts["verified"] += answer.verified
                 counts["produced"] += max(0, len(answer.tokens) - 1)
@@ -99,25 +103,22 @@ def run_traffic(
             numbers = [draw.randrange(len(prompts)) for _ in range(draw.choice((1, 1, 2, 4)))]
             wanted = draw.randint(1, len(reference[0].tokens))
             kind = draw.random()
+            if kind < 0.15:
+                numbers = numbers[:1]
             with lock:
                 counts["requests"] += len(numbers)
                 note(f"{counts['requests']} requests")
             if kind < 0.15:
-                numbers = numbers[:1]
                 name = f"traffic-{seed}-{worker}-{turn}"
-                timer = threading.Timer(draw.uniform(0.0, 0.3), service.abort, [name])
-                timer.start()
-                try:
+                with _aborted(service, name, draw.uniform(0.0, 0.3)):
                     asked = [prompts[numbers[0]]]
                     count(numbers, wanted, service.answers(asked, wanted, names=[name]), cut=True)
-                finally:
-                    timer.join()
             elif kind < 0.3:
                 asked = [prompts[number] for number in numbers]
                 try:
                     answers = service.answers(asked, wanted, limit_s=draw.uniform(0.005, 0.2))
                 except ServiceFailed as error:
-                    if not isinstance(error.__cause__, TimeoutError):
+                    if not _hung_up(error):
                         raise
                     with lock:
                         counts["hung up"] += len(numbers)
@@ -141,6 +142,7 @@ def run_traffic(
             "traffic",
             answers=counts["answers"],
             tokens=counts["tokens"],
+            wanted=counts["wanted"],
             verified=counts["verified"],
             produced=counts["produced"],
             differences=tuple(differences),
@@ -148,9 +150,54 @@ def run_traffic(
     )
 
 
+def demand_traffic(traffic: Traffic, figures: Sequence[Figure] = ()) -> None:
+    """Raises GateFailure where some of what makes traffic mixed never happened."""
+    for what, found in (
+        ("answers", traffic.comparison.answers),
+        ("aborted requests", traffic.aborted),
+        ("callers that hung up", traffic.hung_up),
+    ):
+        if not found:
+            raise GateFailure(
+                FailureKind.LAUNCH,
+                f"traffic: {what}: expected at least 1, got 0 of {traffic.requests} requests in "
+                f"{traffic.seconds:.0f} s",
+                figures,
+            )
+
+
 def leaks_in(log: str) -> list[str]:
     """Lines in which SGLang says that it lost slots or that something broke."""
     return [line for line in log.splitlines() if any(words in line for words in _LEAK_WORDS)]
+
+
+@contextlib.contextmanager
+def _aborted(service: Service, name: str, after: float) -> Iterator[None]:
+    """The request of this name is aborted after so many seconds; raises what the abort raised."""
+    failed: list[Exception] = []
+
+    def abort() -> None:
+        try:
+            service.abort(name)
+        except Exception as error:  # a thread has nobody to tell
+            failed.append(error)
+
+    timer = threading.Timer(after, abort)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+    if failed:
+        raise failed[0]
+
+
+def _hung_up(error: ServiceFailed) -> bool:
+    """Whether this side ran out of time: urllib says it in its own way before the answer begins."""
+    cause = error.__cause__
+    if isinstance(cause, urllib.error.URLError):
+        return isinstance(cause.reason, TimeoutError)
+    return isinstance(cause, TimeoutError)
 
 
 def _is_idle_and_empty(service: Service) -> None:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
 from phases.service import serving
-from phases.service_compared import ask_servers, compared, saying
+from phases.service_compared import ask_servers, compared
 from phases.service_scale import GPU, Scale, Start, kernel, plain, triton
-from phases.service_speed import NEW_TOKENS, measure, ratio, speed_figures, unlike_acceptance
+from phases.service_speed import (
+    NEW_TOKENS,
+    demand_tokens,
+    measure_all,
+    ratio,
+    speed_bound,
+    speed_figures,
+    unlike_acceptance,
+)
 from phases.service_tokens import demand, figures_of
 
 __all__ = ["TIMES_TRITON", "eager_speed", "tokens_of_service"]
@@ -23,10 +31,9 @@ def tokens_of_service(ctx: Context, *, scale: Scale = GPU, start: Start = servin
     """
     chosen = (kernel(_NODES), plain(), kernel(33), triton(_NODES))
     found = ask_servers(ctx, chosen, scale=scale, graphs=False, start=start)
-    comparisons, bound, figures = compared(found, scale=scale)
-    figures = [*figures_of(comparisons, bound), *figures]
-    # Stock trees are on record for comparison; what they differ by is not this project's.
-    demand(*(one for one in comparisons if one.what.startswith("kdtree_mla")), figures=figures)
+    comparisons, bounds, figures = compared(found, scale=scale)
+    figures = [*figures_of(comparisons, bounds), *figures]
+    demand(*comparisons, figures=figures)
     return figures
 
 
@@ -38,27 +45,26 @@ def eager_speed(
     new_tokens: int = NEW_TOKENS,
     bars: dict[int, float] = TIMES_TRITON,
 ) -> list[Figure]:
-    """Decode tok/s with trees, on the kernel and on Triton, both eager, in the same run."""
+    """Decode tok/s with trees, on the kernel and on Triton, both eager, in the same run.
+
+    Beside them without speculation, whose tokens the kernel's are held against.
+    """
     lengths = sorted({scale.speed_lengths[0], *bars})
-    ours, stock = (
-        measure(
-            scale,
-            variant,
-            folder=ctx.scratch,
-            seed=ctx.seed,
-            graphs=False,
-            lengths=lengths,
-            start=start,
-            new_tokens=new_tokens,
-            note=saying(ctx, number, 2),
-        )
-        for number, variant in enumerate((kernel(_NODES), triton(_NODES)))
+    ours, alone, stock = measure_all(
+        ctx,
+        (kernel(_NODES), plain(), triton(_NODES)),
+        scale=scale,
+        graphs=False,
+        lengths=lengths,
+        start=start,
+        new_tokens=new_tokens,
     )
     figures = [
         Figure(f"times triton at {length}", ratio(ours, stock, length) or 0.0, Unit.SPEEDUP)
         for length in reversed(lengths)
     ]
-    figures += [*speed_figures(ours), *speed_figures(stock)]
+    figures += [*speed_figures(ours), *speed_figures(alone), *speed_figures(stock)]
+    demand_tokens(ours, alone, speed_bound(scale), figures)
     if problem := unlike_acceptance(ours, stock):
         raise GateFailure(FailureKind.TOO_SLOW, problem, figures)
     for length, bar in bars.items():

@@ -53,7 +53,7 @@ PHASE = Phase(
             "the live service with graphs on gives the stock tokens",
             service.graph_tokens,
             requires=(Requirement.GPU, Requirement.SERVICE),
-            time_limit_s=3600.0,
+            time_limit_s=5400.0,
             data=_SERVER,
         ),
         Gate(

@@ -7,15 +7,30 @@ from collections.abc import Mapping
 
 from kdtree_engine.errors import ConfigError
 from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
-from phases.service import Answer, Service, ServiceFailed, serving
+from phases.service import Answer, Service, ServiceFailed, incomplete, serving
 from phases.service_compared import Asked, ask_servers, compared, saying
 from phases.service_graphs import ARGUMENTS, ENVIRONMENT, Replays, capture_in, replays_in
 from phases.service_scale import GPU, Scale, Start, Variant, kernel, plain, triton
-from phases.service_speed import NEW_TOKENS, measure, ratio, speed_figures, unlike_acceptance
-from phases.service_tokens import LIKELY, demand, figures_of, rounding, tie_bound
-from phases.service_traffic import Traffic, mixed_prompts, run_traffic
+from phases.service_speed import (
+    NEW_TOKENS,
+    demand_tokens,
+    measure_all,
+    ratio,
+    speed_bound,
+    speed_figures,
+    unlike_acceptance,
+)
+from phases.service_tokens import LIKELY, demand, figures_of, rounding, tie_bounds
+from phases.service_traffic import Traffic, demand_traffic, mixed_prompts, run_traffic
 
-__all__ = ["TIMES_PLAIN", "TIMES_TRITON", "graph_speed", "graph_tokens", "traffic_seconds"]
+__all__ = [
+    "LONGEST_TRAFFIC_S",
+    "TIMES_PLAIN",
+    "TIMES_TRITON",
+    "graph_speed",
+    "graph_tokens",
+    "traffic_seconds",
+]
 
 TIMES_TRITON = {1024: 1.0, 65536: 20.0}
 TIMES_PLAIN = {65536: 4.0}
@@ -25,18 +40,21 @@ _PADDED = (3, 11)
 """Batch sizes between those that are captured, asked for at the shortest length."""
 _PROMPTS = 32
 _TRAFFIC_S = "KD_TRAFFIC_S"
+_FULL_TRAFFIC_S = 600.0
+LONGEST_TRAFFIC_S = 1800.0
+"""Of KD_TRAFFIC_S: with what four servers take beside it, below the gate's time limit."""
 
 
 def traffic_seconds() -> float:
     """How long the mixed traffic lasts: 600 s, or what KD_TRAFFIC_S says."""
-    said = os.environ.get(_TRAFFIC_S) or "600"
+    said = os.environ.get(_TRAFFIC_S) or f"{_FULL_TRAFFIC_S:g}"
     try:
         seconds = float(said)
     except ValueError:
         seconds = -1.0
-    if not 0 < seconds <= 86400:
+    if not 0 < seconds <= LONGEST_TRAFFIC_S:
         raise ConfigError(
-            f"{_TRAFFIC_S}: expected seconds, up to 86400, got {said!r}",
+            f"{_TRAFFIC_S}: expected seconds, up to {LONGEST_TRAFFIC_S:g}, got {said!r}",
             remedy="unset it for ten minutes",
         )
     return seconds
@@ -52,11 +70,15 @@ def graph_tokens(
 ) -> list[Figure]:
     """Trees in graphs give the tokens of no speculation, in batches and in mixed traffic.
 
-    Three servers: no speculation first, as the traffic on the second is held against its tokens.
-    seconds: of traffic. longest: of its prompts, in tokens.
+    Four servers: no speculation first, as the traffic on the second is held against its tokens;
+    trees on Triton last, whose near-ties are the measure of how many there may be.
+    seconds: of traffic, for a rehearsal; None, as the gate is run: `traffic_seconds`, and less than
+        the full ten minutes fails it. longest: of its prompts, in tokens.
     """
     lasting = traffic_seconds() if seconds is None else seconds
+    least = _FULL_TRAFFIC_S if seconds is None else seconds
     prompts = mixed_prompts(scale.vocabulary, longest or scale.distinct, _PROMPTS, ctx.seed)
+    chosen = (plain(), kernel(_NODES), kernel(33), triton(_NODES))
     expected: list[Answer] = []
     traffic: list[Traffic] = []
     broken: list[GateFailure] = []
@@ -65,9 +87,14 @@ def graph_tokens(
         if variant == plain():
             for first in range(0, len(prompts), max(scale.batches)):
                 some = prompts[first : first + max(scale.batches)]
-                expected.extend(service.answers(some, scale.new_tokens, likely=LIKELY))
+                answers = service.answers(some, scale.new_tokens, likely=LIKELY)
+                if problem := incomplete(answers, scale.new_tokens):
+                    raise GateFailure(
+                        FailureKind.TOKEN_MISMATCH, f"{variant.name}, prompts of traffic: {problem}"
+                    )
+                expected.extend(answers)
         elif variant == kernel(_NODES):
-            bound = tie_bound(rounding(found[plain()].answers), scale.dtype)
+            bounds = tie_bounds(rounding(found[plain()].answers), scale.dtype)
             try:
                 traffic.append(
                     run_traffic(
@@ -75,9 +102,9 @@ def graph_tokens(
                         prompts,
                         expected,
                         seconds=lasting,
-                        bound=bound,
+                        bounds=bounds,
                         seed=ctx.seed,
-                        note=saying(ctx, 1, 3, "traffic"),
+                        note=saying(ctx, 1, len(chosen), "traffic"),
                     )
                 )
             except GateFailure as failure:  # said at the end, with what the servers answered
@@ -87,7 +114,7 @@ def graph_tokens(
 
     found = ask_servers(
         ctx,
-        (plain(), kernel(_NODES), kernel(33)),
+        chosen,
         scale=scale,
         graphs=True,
         start=start,
@@ -96,9 +123,9 @@ def graph_tokens(
         environment=ENVIRONMENT,
         then=then,
     )
-    comparisons, bound, figures = compared(found, scale=scale)
+    comparisons, bounds, figures = compared(found, scale=scale)
     comparisons += [mixed.comparison for mixed in traffic]
-    figures = [*figures_of(comparisons, bound), *figures]
+    figures = [*figures_of(comparisons, bounds), *figures]
     for mixed in traffic:
         figures += [
             Figure("seconds of mixed traffic", round(mixed.seconds), Unit.COUNT),
@@ -121,22 +148,32 @@ def graph_tokens(
                 Figure(f"{variant.name}: padded replays", replays.padded, Unit.COUNT),
                 Figure(f"{variant.name}: replays in another mode", replays.other, Unit.COUNT),
             ]
-            eager = replays_in(asked.whole).eager
-            if problem := _not_in_graphs(replays, verified, eager):
+            if problem := _not_in_graphs(replays, verified, replays_in(asked.whole)):
                 raise GateFailure(FailureKind.LAUNCH, f"{variant.name}: {problem}", figures)
     demand(*comparisons, figures=figures)
     for failure in broken:
         raise GateFailure(failure.kind, str(failure), figures)
+    for mixed in traffic:
+        demand_traffic(mixed, figures)
+        if mixed.seconds < least:
+            raise GateFailure(
+                FailureKind.TIMEOUT,
+                f"traffic: expected {least:g} s, got {mixed.seconds:.0f} s, as {_TRAFFIC_S} asks "
+                "for: all else is right, and this is no pass",
+                figures,
+            )
     return figures
 
 
-def _not_in_graphs(replays: Replays, verified: int, eager: int) -> str | None:
+def _not_in_graphs(replays: Replays, verified: int, whole: Replays) -> str | None:
     """Why it cannot be said that every tree was verified in a graph, padded ones among them.
 
-    replays, verified: of the same answers. eager: steps without a graph, of the traffic too.
+    replays, verified: of the same answers. whole: with what the traffic did.
     """
-    if eager:
-        return f"{eager} decode steps ran without a graph"
+    if whole.eager:
+        return f"{whole.eager} decode steps ran without a graph"
+    if not whole.in_graphs:
+        return "its log: expected lines 'Decode batch' with 'cuda graph: True', got none"
     if not verified or replays.verified < verified:
         return f"{verified} trees were verified, and {replays.verified} of them in graphs"
     if not replays.padded:
@@ -155,20 +192,14 @@ def graph_speed(
 ) -> list[Figure]:
     """Decode tok/s in graphs: on the kernel, on Triton, and without speculation, in one run."""
     lengths = sorted({*scale.speed_lengths, *times_triton, *times_plain})
-    chosen = (kernel(_NODES), plain(), triton(_NODES))
-    ours, alone, stock = (
-        measure(
-            scale,
-            variant,
-            folder=ctx.scratch,
-            seed=ctx.seed,
-            graphs=True,
-            lengths=lengths,
-            start=start,
-            new_tokens=new_tokens,
-            note=saying(ctx, number, len(chosen)),
-        )
-        for number, variant in enumerate(chosen)
+    ours, alone, stock = measure_all(
+        ctx,
+        (kernel(_NODES), plain(), triton(_NODES)),
+        scale=scale,
+        graphs=True,
+        lengths=lengths,
+        start=start,
+        new_tokens=new_tokens,
     )
     figures = [
         Figure(f"times {what} at {length}", ratio(ours, other, length) or 0.0, Unit.SPEEDUP)
@@ -182,6 +213,7 @@ def graph_speed(
             Figure(f"{name}: capture", served.capture.seconds, Unit.SECONDS),
             Figure(f"{name}: capture memory", served.capture.memory_bytes, Unit.BYTES),
         ]
+    demand_tokens(ours, alone, speed_bound(scale), figures)
     if problem := unlike_acceptance(ours, stock):
         raise GateFailure(FailureKind.TOO_SLOW, problem, figures)
     missed = [

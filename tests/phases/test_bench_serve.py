@@ -8,13 +8,16 @@ import pathlib
 from typing import Any
 
 import pytest
+import torch
 from fake_service import FAST, SCALE, FakeStart
 
 import tasks
+from kdtree_engine.build import CompileError, sources_digest
 from kdtree_engine.errors import MissingError
 from kdtree_engine.machine import Gpu, Machine
 from phases import bench_serve as bench
 from phases.checkout import Checkout
+from phases.service_scale import Scale
 from phases.service_speed import NEW_TOKENS
 
 MACHINE = Machine(
@@ -33,7 +36,9 @@ MACHINE = Machine(
 )
 
 
-def benched(tmp_path: pathlib.Path, start: FakeStart) -> tuple[bench.ServeBench, Any]:
+def benched(
+    tmp_path: pathlib.Path, start: FakeStart, scale: Scale = SCALE, new_tokens: int = 20
+) -> tuple[bench.ServeBench, Any]:
     class Facts:
         def as_json(self) -> dict[str, str]:
             return {"hostname": "here"}
@@ -44,9 +49,9 @@ def benched(tmp_path: pathlib.Path, start: FakeStart) -> tuple[bench.ServeBench,
         checkout=Checkout(tmp_path, tmp_path / "state"),
         machine=machine,
         command=["kd", "bench", "serve"],
-        new_tokens=20,
+        new_tokens=new_tokens,
         repeats=1,
-        scale=SCALE,
+        scale=scale,
         start=start,
     )
     return found, json.loads(file.read_text())
@@ -78,7 +83,49 @@ def test_a_bench_keeps_what_it_has_where_a_server_fails(tmp_path: pathlib.Path) 
     assert "no such thing" in document["failed"]["triton-9"]
     assert document["times"][0]["triton"] is None
     assert document["times"][0]["plain"] > 1
-    assert bench.rows(found)[-1][:3] == ("triton-9", "", "failed")
+    assert bench.rows(found)[-1] == ("triton-9", "", "failed", "", "", "", "no such thing")
+    found.failed["triton-9"] = ""
+    assert bench.rows(found)[-1][-1] == "no message"
+
+
+def test_servers_that_answer_nothing_are_not_right(tmp_path: pathlib.Path) -> None:
+    found, document = benched(tmp_path, FakeStart("empty", seconds=FAST))
+    assert not found.right
+    assert not document["right"]
+    assert set(document["failed"]) == {"kdtree_mla-9", "triton-plain", "triton-9"}
+    assert "expected 22 tokens and ending 'length', got 0" in document["failed"]["triton-9"]
+
+
+def test_a_bench_that_measured_less_than_it_was_asked_for_is_not_right(
+    tmp_path: pathlib.Path,
+) -> None:
+    found, _ = benched(tmp_path, FakeStart(seconds=FAST))
+    assert found.right
+    served = found.served.pop("triton-9")
+    assert not found.right
+    found.served["triton-9"] = dataclasses.replace(served, speeds=served.speeds[:1])
+    assert not found.right
+
+
+def test_few_new_tokens_divide_by_nothing(tmp_path: pathlib.Path) -> None:
+    found, _ = benched(tmp_path, FakeStart("all accepted", seconds=FAST), new_tokens=8)
+    assert "nothing was decoded" in found.failed["kdtree_mla-9"]
+    assert not found.right
+
+
+def test_a_library_of_other_sources_starts_no_server(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "lib.so"
+    monkeypatch.setattr(bench, "library_path", lambda: library)
+    on_gpu = dataclasses.replace(SCALE, device=torch.device("cuda"))
+    start = FakeStart(seconds=FAST)
+    with pytest.raises(CompileError, match=r"lib\.so was not built from"):
+        benched(tmp_path, start, on_gpu)
+    assert not start.started
+    origin = {"sources": sources_digest(), "nvcc": "13.0", "seconds": 9.0}
+    library.with_suffix(".json").write_text(json.dumps(origin))
+    assert benched(tmp_path, start, on_gpu)[1]["library"] == {"file": "lib.so", **origin}
 
 
 def test_a_bench_with_other_tokens_is_not_right(tmp_path: pathlib.Path) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake_service import FAST, SCALE, FakeStart
+import torch
+from fake_service import FAST, SCALE, FakeService, FakeStart
 
 from kdtree_engine.errors import ConfigError
 from phases.gate import Context, FailureKind, GateFailure
 from phases.p3_backend_wiring import gpu_host
+from phases.p4_capture_safety import PHASE
 from phases.p4_capture_safety import service as graphs
 from phases.service import ServiceFailed
 
@@ -37,7 +40,12 @@ def test_right_servers_pass(ctx: Context, gate: Callable[..., Any]) -> None:
     assert found["kdtree_mla-33: tokens equal"] >= 2 * 4 * 12
     assert 1 < found["kdtree_mla-9: tokens a verification"] < 9
     on = ["--disable-cuda-graph" not in arguments for arguments, _ in start.started]
-    assert on == ([True] * 3 if gate is in_graphs else [False] * 4)
+    assert on == [gate is in_graphs] * 4
+    # Stock's own tokens say nothing of the kernel.
+    ours = [f"kdtree_mla-{nodes}: tokens equal" for nodes in (9, 33)]
+    ours += ["traffic: tokens equal"] if gate is in_graphs else []
+    assert found["tokens equal"] == sum(found[name] for name in ours)
+    assert found["triton-9: tokens equal"] > 0
     first = start.started[0][1]["PYTHONPATH"].split(":")[0]
     assert first.endswith("kdtree-engine")
     if gate is in_graphs:
@@ -49,15 +57,48 @@ def test_right_servers_pass(ctx: Context, gate: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("gate", [eager, in_graphs])
 def test_a_near_tie_is_accepted_and_counted(ctx: Context, gate: Callable[..., Any]) -> None:
-    found = {figure.name: figure.value for figure in gate(ctx, FakeStart("near-tie"))}
-    assert found["kdtree_mla-9: near-ties accepted"] == found["kdtree_mla-9: answers"]
+    found = {figure.name: figure.value for figure in gate(ctx, FakeStart("near-tie once"))}
+    assert found["kdtree_mla-9: near-ties accepted"] == 1
     assert found["kdtree_mla-9: others refused"] == 0
+    assert {"gap that is a near-tie at 32, log probability"} < set(found)
+
+
+@pytest.mark.parametrize("gate", [eager, in_graphs])
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("empty", "32 tokens: answer 0: expected 12 tokens and ending 'length', got 0 and"),
+        ("cut short", "32 tokens: answer 0: .*, got 12 and 'abort'"),
+    ],
+)
+def test_servers_that_agree_in_no_answer_at_all_fail(
+    ctx: Context, gate: Callable[..., Any], fault: str, says: str
+) -> None:
+    with pytest.raises(GateFailure, match=says) as caught:
+        gate(ctx, FakeStart(fault))
+    assert caught.value.kind is FailureKind.TOKEN_MISMATCH
+
+
+def test_what_traffic_is_held_against_must_be_whole(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = FakeService.answers
+
+    def answers(self: FakeService, prompts: Any, *asked: Any, **options: Any) -> Any:
+        found = right(self, prompts, *asked, **options)
+        drawn = len(prompts[0]) not in (1, *SCALE.lengths)
+        return [dataclasses.replace(one, tokens=()) for one in found] if drawn else found
+
+    monkeypatch.setattr(FakeService, "answers", answers)
+    with pytest.raises(GateFailure, match="prompts of traffic: answer 0: expected 12 tokens"):
+        in_graphs(ctx, FakeStart())
 
 
 @pytest.mark.parametrize(
     ("fault", "kind", "says"),
     [
         ("late token", FailureKind.TOKEN_MISMATCH, "answers differ beyond rounding"),
+        ("near-tie", FailureKind.TOKEN_MISMATCH, "part by a near-tie, expected at most 2 beside"),
         ("none accepted", FailureKind.TOKEN_MISMATCH, "its trees were not tried"),
         ("all accepted", FailureKind.TOKEN_MISMATCH, "its trees were not tried"),
         ("silent", FailureKind.LAUNCH, "expected a line with 'kdtree_mla: SGLang '"),
@@ -77,6 +118,7 @@ def test_what_both_gates_refuse(
     [
         ("eager", "decode steps ran without a graph"),
         ("no replay", r"\d+ trees were verified, and 0 of them in graphs"),
+        ("other log", "expected lines 'Decode batch' with 'cuda graph: True', got none"),
         ("no padding", "no graph was replayed with fewer requests than it was captured for"),
     ],
 )
@@ -97,6 +139,51 @@ def test_traffic_that_fails_does_not_hide_what_was_compared(
         assert "seconds of mixed traffic" not in names
 
 
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("aborts fail", "traffic: no answer from the server: 404"),
+        ("no abort", r"traffic: aborted requests: expected at least 1, got 0 of \d+ requests"),
+    ],
+)
+def test_traffic_in_which_nothing_is_aborted_fails(ctx: Context, fault: str, says: str) -> None:
+    with pytest.raises(GateFailure, match=says) as caught:
+        in_graphs(ctx, FakeStart(fault))
+    assert "kdtree_mla-33: tokens equal" in {figure.name for figure in caught.value.figures}
+
+
+def test_traffic_of_less_than_ten_minutes_is_no_pass(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KD_TRAFFIC_S", "0.3")
+    with pytest.raises(GateFailure, match=r"traffic: expected 600 s, got \d+ s") as caught:
+        graphs.graph_tokens(ctx, scale=SCALE, start=FakeStart())
+    assert caught.value.kind is FailureKind.TIMEOUT
+    assert "seconds of mixed traffic" in {figure.name for figure in caught.value.figures}
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [
+        gpu_host.tokens_of_service,
+        gpu_host.eager_speed,
+        graphs.graph_tokens,
+        graphs.graph_speed,
+    ],
+)
+def test_a_library_of_other_sources_starts_no_server(
+    ctx: Context, gate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = ctx.scratch / "lib.so"
+    monkeypatch.setattr("phases.candidates.library_path", lambda: library)
+    start = FakeStart()
+    on_gpu = dataclasses.replace(SCALE, device=torch.device("cuda"))
+    with pytest.raises(GateFailure, match=r"lib\.so was not built from") as caught:
+        gate(ctx, scale=on_gpu, start=start)
+    assert caught.value.kind is FailureKind.COMPILE
+    assert not start.started
+
+
 def test_a_server_that_does_not_start_is_said_so(ctx: Context) -> None:
     with pytest.raises(ServiceFailed, match="no such thing"):
         eager(ctx, FakeStart("kdtree_mla-trees does not start"))
@@ -107,7 +194,9 @@ def test_how_long_the_traffic_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert graphs.traffic_seconds() == 600
     monkeypatch.setenv("KD_TRAFFIC_S", "45")
     assert graphs.traffic_seconds() == 45
-    for wrong in ("soon", "0", "nan"):
+    (gate,) = (gate for gate in PHASE.gates if gate.check is graphs.graph_tokens)
+    assert gate.time_limit_s / 2 >= graphs.LONGEST_TRAFFIC_S
+    for wrong in ("soon", "0", "nan", "86400"):
         monkeypatch.setenv("KD_TRAFFIC_S", wrong)
         with pytest.raises(ConfigError, match="KD_TRAFFIC_S: expected seconds"):
             graphs.traffic_seconds()
@@ -140,3 +229,26 @@ def test_speeds_are_held_against_their_bars(ctx: Context) -> None:
             new_tokens=20,
             bars={},
         )
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("late token", "timed answers differ beyond rounding; kdtree_mla-9 L=32, token 21"),
+        ("timed", "2 timed answers differ beyond rounding; kdtree_mla-9 L=32 timed, token 5"),
+    ],
+)
+@pytest.mark.parametrize("gate", [gpu_host.eager_speed, graphs.graph_speed])
+def test_other_tokens_have_no_speed(
+    ctx: Context, gate: Callable[..., Any], fault: str, says: str
+) -> None:
+    options: dict[str, Any] = {"bars": {64: 1.0}}
+    if gate is graphs.graph_speed:
+        options = {"times_triton": {32: 1.0, 64: 1.0}, "times_plain": {}}
+    start = FakeStart(fault, seconds=FAST)
+    with pytest.raises(GateFailure, match=says) as caught:
+        gate(ctx, scale=SCALE, start=start, new_tokens=20, **options)
+    assert caught.value.kind is FailureKind.TOKEN_MISMATCH
+    assert caught.value.figures
+    near = FakeStart("near-tie", seconds=FAST)
+    assert gate(ctx, scale=SCALE, start=near, new_tokens=20, **options)

@@ -17,7 +17,7 @@ LOG = """\
 
 def test_replays_are_counted_by_padded_and_real_size() -> None:
     replays = replays_in(LOG)
-    assert replays == Replays({(4, 3): 2, (4, 4): 1}, other=0, eager=0)
+    assert replays == Replays({(4, 3): 2, (4, 4): 1}, other=0, eager=0, in_graphs=1)
     assert (replays.verified, replays.padded) == (10, 2)
 
 
@@ -25,6 +25,8 @@ def test_a_step_without_a_graph_and_another_mode_are_seen() -> None:
     more = LOG.replace("cuda graph: True", "cuda graph: False").replace("draft", "target")
     assert (replays_in(more).eager, replays_in(more).other) == (1, 1)
     assert replays_in("Decode batch, #running-req: 1, cpu graph: False, gen").eager == 1
+    other = replays_in(LOG.replace("cuda graph: True", "graph=on"))
+    assert (other.eager, other.in_graphs) == (0, 0)
 
 
 def test_what_a_capture_took() -> None:

@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from phases.gate import FailureKind, GateFailure
-from phases.service import Answer
+from phases.service import Answer, incomplete
 from phases.service_scale import CPU, GPU
 from phases.service_tokens import (
+    Comparison,
+    Difference,
     Key,
+    bound_at,
     compare,
     compare_answer,
     demand,
@@ -19,6 +22,7 @@ from phases.service_tokens import (
     figures_of,
     rounding,
     tie_bound,
+    tie_bounds,
 )
 
 STEP = ((-1.0, 5), (-1.1, 6), (-3.0, 7))
@@ -64,8 +68,8 @@ def test_rounding_is_what_the_references_own_gaps_change_by() -> None:
         Key(9, 4, 1): Answer((5, 5, 5), likely=(moved,) * 3),  # another prompt
     }
     # After token 1 the texts differ, and with them the gaps.
-    assert rounding(answers) == pytest.approx(0.03)
-    assert rounding({Key(9, 1, 0): REFERENCE}) == 0
+    answers |= {Key(30, 1, 0): REFERENCE, Key(30, 4, 0): REFERENCE}
+    assert rounding(answers) == {9: pytest.approx(0.03), 30: 0}
 
 
 def test_the_bound_is_twice_the_rounding_and_at_least_a_step_of_the_logits() -> None:
@@ -75,16 +79,74 @@ def test_the_bound_is_twice_the_rounding_and_at_least_a_step_of_the_logits() -> 
         tie_bound(0.3, torch.bfloat16)
 
 
+def test_a_length_has_the_bound_of_its_own_rounding() -> None:
+    bounds = tie_bounds({32: 0.02, 64: 0.1}, torch.bfloat16)
+    assert bounds == {32: pytest.approx(0.04), 64: pytest.approx(0.2)}
+    assert [bound_at(bounds, length) for length in (3, 32, 33, 64, 99)] == [
+        *([bounds[32]] * 2),
+        *([bounds[64]] * 3),
+    ]
+    reference = {Key(32, 1, 0): REFERENCE, Key(64, 1, 0): REFERENCE}
+    parting = dict.fromkeys(reference, Answer((5, 6, 5)))
+    short, long = compare("kernel", parting, reference, bounds).differences
+    assert (short.near_tie, long.near_tie) == (False, True)
+
+
+def test_an_answer_is_whole_where_its_number_of_tokens_ended_it() -> None:
+    assert incomplete([REFERENCE], 3) is None
+    for wrong in (Answer(()), Answer((5, 5, 5), ending="abort"), Answer((5, 5, 5), ending="")):
+        assert str(incomplete([REFERENCE, wrong], 3)).startswith("answer 1: expected 3 tokens")
+
+
+def many(what: str, answers: int, ties: int, tokens: int, *, stock: bool = False) -> Comparison:
+    tie = Difference(what, 1, 6, 5, 0.1, near_tie=True)
+    return Comparison(what, answers, tokens, 10 * answers, 1, 1, (tie,) * ties, stock)
+
+
+@pytest.mark.parametrize(
+    ("ours", "stocks", "says"),
+    [
+        ((9, 2, 80), None, None),
+        ((9, 3, 80), None, "kernel: 3 of 9 answers part by a near-tie, expected at most 2 beside"),
+        ((100, 10, 800), (50, 0, 500), None),
+        ((100, 11, 800), (50, 0, 500), "at most 10 beside 0% of stock trees'"),
+        ((100, 50, 800), (50, 20, 500), None),
+        ((100, 51, 800), (50, 20, 500), "expected at most 50 beside 40%"),
+        ((10, 0, 50), None, None),
+        ((10, 0, 49), None, "kernel: 49 of 100 tokens were compared and equal, expected at least"),
+        ((0, 0, 0), None, "0 of 0 tokens were compared"),
+    ],
+)
+def test_near_ties_are_limited_by_those_of_stock_trees(
+    ours: tuple[int, int, int], stocks: tuple[int, int, int] | None, says: str | None
+) -> None:
+    comparisons = [many("kernel", *ours)]
+    # Whatever stock's own tokens are, they are not judged.
+    comparisons += [many("triton", *stocks[:2], 1, stock=True)] if stocks else []
+    if says is None:
+        demand(*comparisons)
+        return
+    with pytest.raises(GateFailure, match=says) as caught:
+        demand(*comparisons)
+    assert caught.value.kind is FailureKind.TOKEN_MISMATCH
+
+
+def test_the_headline_is_of_what_is_judged() -> None:
+    figures = figures_of([many("triton", 9, 0, 90, stock=True), many("kernel", 9, 0, 70)], {9: 0.1})
+    assert (figures[0].name, figures[0].value) == ("tokens equal", 70)
+
+
 def test_only_differences_beyond_rounding_fail_and_all_are_on_record() -> None:
     reference = {KEY: REFERENCE, Key(1024, 4, 3): REFERENCE}
     found = {KEY: Answer((5, 6, 6), verified=1), Key(1024, 4, 3): Answer((5, 5, 5), verified=3)}
-    comparison = compare("kernel", found, reference, 0.2)
+    bounds = {1024: 0.2}
+    comparison = compare("kernel", found, reference, bounds)
     assert (comparison.tokens, comparison.accept_length) == (4, 1.0)
     demand(comparison)
-    names = {figure.name: figure.value for figure in figures_of([comparison], 0.2)}
+    names = {figure.name: figure.value for figure in figures_of([comparison], bounds)}
     assert names["kernel: near-ties accepted"] == 1
     assert names["near-tie: kernel L=1024 B=4 #2 token 1"] == pytest.approx(0.1)
-    wrong = compare("kernel", found | {KEY: Answer((5, 7, 6))}, reference, 0.2)
+    wrong = compare("kernel", found | {KEY: Answer((5, 7, 6))}, reference, bounds)
     with pytest.raises(
         GateFailure, match=r"1 of 2 answers .*; kernel L=1024 B=4 #2, token 1: 7 for 5, 2.0000"
     ) as caught:

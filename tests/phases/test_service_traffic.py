@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
+import urllib.error
 from typing import Any
 
 import pytest
@@ -11,7 +13,13 @@ from fake_service import FakeService
 from phases.gate import GateFailure
 from phases.service import ServiceFailed
 from phases.service_tokens import demand
-from phases.service_traffic import Traffic, leaks_in, mixed_prompts, run_traffic
+from phases.service_traffic import (
+    Traffic,
+    demand_traffic,
+    leaks_in,
+    mixed_prompts,
+    run_traffic,
+)
 
 PROMPTS = mixed_prompts(64, 200, 8, 1)
 
@@ -24,7 +32,9 @@ def traffic(
     right: Any = FakeService(path, "triton", 1, (), 0.0)
     server: Any = FakeService(path, "kdtree_mla-trees", 9, faults, 0.0005)
     reference = right.answers(PROMPTS, 8, likely=4)
-    return run_traffic(server, PROMPTS, reference, seconds=seconds, bound=0.01, seed=1, workers=3)
+    return run_traffic(
+        server, PROMPTS, reference, seconds=seconds, bounds={9: 0.01}, seed=1, workers=3
+    )
 
 
 def test_prompts_are_ragged_and_share_prefixes() -> None:
@@ -45,9 +55,57 @@ def test_every_answer_is_compared_and_aborted_ones_as_far_as_they_go(
     found = traffic(tmp_path)
     assert found.requests > 20
     assert found.seconds >= 0.7
-    assert found.comparison.answers + found.hung_up >= found.requests * 0.9
+    assert found.comparison.answers + found.hung_up == found.requests
     assert found.comparison.tokens > 0
+    assert found.comparison.tokens == found.comparison.wanted
     demand(found.comparison)
+    demand_traffic(found)
+
+
+def test_traffic_that_was_not_mixed_fails(tmp_path: pathlib.Path) -> None:
+    found = traffic(tmp_path)
+    nothing = dataclasses.replace(found.comparison, answers=0)
+    for one, says in (
+        (dataclasses.replace(found, aborted=0), "aborted requests: expected at least 1, got 0"),
+        (dataclasses.replace(found, hung_up=0), "callers that hung up: expected at least 1"),
+        (dataclasses.replace(found, comparison=nothing), "answers: expected at least 1, got 0"),
+    ):
+        with pytest.raises(GateFailure, match=says):
+            demand_traffic(one)
+
+
+def test_an_abort_that_fails_is_an_error(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ServiceFailed, match="no answer from the server: 404"):
+        traffic(tmp_path, "aborts fail")
+
+
+@pytest.mark.parametrize(
+    ("cause", "left"),
+    [
+        (TimeoutError(), True),
+        (urllib.error.URLError(TimeoutError("timed out")), True),  # while it connects
+        (urllib.error.URLError(ConnectionRefusedError()), False),
+        (ConnectionResetError(), False),
+    ],
+)
+def test_a_caller_that_ran_out_of_time_has_hung_up(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, cause: Exception, left: bool
+) -> None:
+    right = FakeService.answers
+
+    def answers(
+        self: FakeService, *asked: Any, limit_s: float | None = None, **options: Any
+    ) -> Any:
+        if limit_s is not None:
+            raise ServiceFailed("no answer from the server") from cause
+        return right(self, *asked, **options)
+
+    monkeypatch.setattr(FakeService, "answers", answers)
+    if left:
+        assert traffic(tmp_path, seconds=0.2).hung_up > 0
+    else:
+        with pytest.raises(ServiceFailed):
+            traffic(tmp_path, seconds=0.2)
 
 
 def test_a_wrong_token_is_found(tmp_path: pathlib.Path) -> None:

@@ -27,14 +27,15 @@ def ctx(tmp_path: pathlib.Path) -> Context:
 
 
 def test_tokens_and_traffic(ctx: Context) -> None:
-    """No speculation and trees of 9 and 33 nodes; the tokens of all are equal in float32."""
+    """No speculation, trees of 9 and 33 nodes and stock's; all tokens are equal in float32."""
     figures = graphs.graph_tokens(ctx, scale=CPU, seconds=20.0, longest=48)
     found = {figure.name: figure.value for figure in figures}
     for name in ("kdtree_mla-9", "kdtree_mla-33"):
         assert found[f"{name}: tokens equal"] == 2 * 4 * 16
         assert found[f"{name}: near-ties accepted"] == 0
     assert found["traffic: near-ties accepted"] == 0
-    assert found["traffic: aborted"] + found["traffic: callers that hung up"] > 0
+    assert found["traffic: aborted"] > 0
+    assert found["traffic: callers that hung up"] > 0
 
 
 def test_eager_speed(ctx: Context) -> None:

@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from phases.service import Answer, Load, ServiceFailed, Tokens
 from phases.service_scale import GPU
 
@@ -25,12 +27,20 @@ SCALE = dataclasses.replace(
     batches=(1, 3),
     new_tokens=12,
     distinct=48,
+    device=torch.device("cpu"),
     write_model=lambda folder, seed, vocabulary, layers: folder,
 )
-"""A GPU host for servers that are not there: nothing is long, and no model is written."""
+"""A GPU host for servers that are not there: nothing is long, no model is written, and there is no
+kernel library to be held against its sources."""
 FAST = {"kdtree_mla-trees": 0.0001, "triton": 0.002, "triton-trees": 0.004}
 """Seconds of a token, so that the kernel is the fastest and trees on Triton are the slowest."""
 LINE = "kdtree_mla: SGLang 0.5.23; fake; verify: kernel; decode: triton\n"
+
+
+_EVERYWHERE = frozenset({"empty", "cut short"})
+"""Faults of every server; the others are of trees on the kernel alone."""
+_ONCE = 62
+"""The length of one prompt of `SCALE`, that of the fault `near-tie once`."""
 
 
 class FakeStart:
@@ -72,11 +82,13 @@ class FakeService:
         self, log: pathlib.Path, name: str, nodes: int, faults: Sequence[str], seconds: float
     ) -> None:
         self.log = log
-        self.faults = faults if name == "kdtree_mla-trees" else ()
+        ours = name == "kdtree_mla-trees"
+        self.faults = tuple(fault for fault in faults if ours or fault in _EVERYWHERE)
         self._name, self._nodes, self._seconds = name, nodes, seconds
         self._aborted: set[str] = set()
         self._lock = threading.Lock()
         self._leaked = 0
+        self._seen: set[tuple[Tokens, int]] = set()
 
     def answers(
         self,
@@ -93,12 +105,19 @@ class FakeService:
         time.sleep(seconds)
         if "breaks" in self.faults and names is not None:
             raise ServiceFailed("no answer from the server: 500")
+        if names is not None:  # such an answer is a slow one, so that an abort can come in time
+            deadline = time.monotonic() + 0.4
+            while names[0] not in self._aborted and time.monotonic() < deadline:
+                time.sleep(0.005)
         if names is not None and "leaks" in self.faults:
             self._leaked += 3
         return [self._answer(prompt, new_tokens, likely, names) for prompt in prompts]
 
     def abort(self, name: str) -> None:
-        self._aborted.add(name)
+        if "aborts fail" in self.faults:
+            raise ServiceFailed("no answer from the server: 404")
+        if "no abort" not in self.faults:
+            self._aborted.add(name)
 
     def load(self) -> Load:
         return Load(requests=0, used_slots=self._leaked, slots=1000, graph_bytes=1e6)
@@ -106,6 +125,8 @@ class FakeService:
     def _answer(
         self, prompt: Tokens, count: int, likely: int, names: Sequence[str] | None
     ) -> Answer:
+        again = (prompt, count) in self._seen
+        self._seen.add((prompt, count))
         draw = random.Random(str(prompt))
         tokens, told = [], []
         for step in range(count):
@@ -114,6 +135,8 @@ class FakeService:
             wrong = ("late token" in self.faults and step == count - 1) or (
                 "near-tie" in self.faults and step == 2
             )
+            wrong |= "near-tie once" in self.faults and step == 2 and len(prompt) == _ONCE
+            wrong |= "timed" in self.faults and step == 5 and again
             tokens.append(second if wrong else first)
         steps = 0
         if self._nodes > 1:
@@ -121,6 +144,10 @@ class FakeService:
             accepted = 1 if "none accepted" in self.faults else accepted
             steps = max(1, round((count - 1) / accepted))
             self._print(steps)
+        if "empty" in self.faults:
+            return Answer((), verified=steps)
+        if "cut short" in self.faults:
+            return Answer(tuple(tokens), steps, tuple(told) if likely else (), ending="abort")
         aborted = names is not None and names[0] in self._aborted
         return Answer(
             tuple(tokens[: count // 2] if aborted else tokens),
@@ -134,6 +161,7 @@ class FakeService:
         lines = f"Decode graph replay: worker=target key_size={padded} (bs) "
         lines += "mode=TARGET_VERIFY raw_bs=1\n"
         graph = "False" if "eager" in self.faults else "True"
+        graph = "on" if "other log" in self.faults else graph
         steps = 0 if "no replay" in self.faults else steps
         with self._lock, self.log.open("a") as log:
             log.write(lines * steps + f"Decode batch, cuda graph: {graph}, gen\n")
