@@ -155,10 +155,8 @@ def draft_on_triton(name: str) -> None:
     one that it does not know stops the server. Without a registry of hooks nothing is done here,
     as the server stops where the backend is made.
     """
-    register, before = (
-        _found(f"{_HOOKS}:HookRegistry.register"),
-        _found(f"{_HOOKS}:HookType.BEFORE"),
-    )
+    register = _found(f"{_HOOKS}:HookRegistry.register")
+    before = _found(f"{_HOOKS}:HookType.BEFORE")
     if register is None or before is None:
         return
 

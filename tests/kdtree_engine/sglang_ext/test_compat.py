@@ -60,15 +60,20 @@ def test_the_name_is_registered(modules: Any, home: str, version: str) -> None:
     assert backends == {"kdtree_mla": plugin.create}
 
 
-def test_a_draft_model_drafts_on_sglangs_triton_backends(modules: Any) -> None:
+@pytest.mark.parametrize("release", HOMES)
+def test_a_draft_model_drafts_on_sglangs_triton_backends(
+    modules: Any, release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a hook before SGLang looks its own backends up, which leaves other servers as they are."""
     hooks: list[tuple[str, Any, str]] = []
+    registering(modules, release)
     modules(
         "sglang.srt.plugins.hook_registry",
         HookRegistry=types.SimpleNamespace(register=lambda *given: hooks.append(given)),
         HookType=types.SimpleNamespace(BEFORE="before"),
     )
-    compat.draft_on_triton("kdtree_mla")
+    monkeypatch.setattr(compat, "sglang_version", lambda: release)
+    plugin.register()
     ((target, hook, kind),) = hooks
     assert target == "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
     assert kind == "before"
