@@ -120,6 +120,12 @@ def service_token_exact(
             counts = _observed(seen)
             if name != "stock":
                 found += service.generate_at_once(asked, count)
+            for answer in found:
+                if len(answer) != count:
+                    raise GateFailure(
+                        FailureKind.TOKEN_MISMATCH,
+                        f"{name}: expected answers of {count} tokens, got one of {len(answer)}",
+                    )
             if "--speculative-algorithm" in arguments:
                 spoils.touch()
                 spoiled = service.generate(asked, min(count, _SPOILED_TOKENS))

@@ -60,7 +60,7 @@ class FakeServer:
                 ("late token" in faults and len(prompt) > 9) or (late and "at once" in faults)
             ):
                 tokens[-1] += 1
-            return tuple(tokens)
+            return tuple(() if "empty answers" in self.faults else tokens)
 
         class Answers:
             def generate(self, prompts: Sequence[Tokens], count: int) -> list[Tokens]:
@@ -174,6 +174,11 @@ def test_a_failed_hook_fails(ctx: Context, trees: str, name: str) -> None:
     with pytest.raises(GateFailure, match=f"^{name}: its log says: Failed to apply") as caught:
         checks.service_token_exact(ctx, start=FakeServer(f"{trees}: hooks"), new_tokens=4)
     assert caught.value.kind is FailureKind.LAUNCH
+
+
+def test_empty_answers_are_not_equal_ones(ctx: Context) -> None:
+    with pytest.raises(GateFailure, match="stock: expected answers of 4 tokens, got one of 0"):
+        checks.service_token_exact(ctx, start=FakeServer("empty answers"), new_tokens=4)
 
 
 CASE = checks.Refusal("case", "kdtree_mla: this is why")
