@@ -134,11 +134,11 @@ def test_the_gate_goes_stale_with_its_evidence_and_tables() -> None:
 def spoiled(root: pathlib.Path, tmp_path: pathlib.Path, prefix: int, us: float | None) -> str:
     """The kept evidence with the times at `prefix` replaced by one, or taken away."""
     document: dict[str, Any] = json.loads((root / EVIDENCE).read_text())
-    rows = [row for row in document["measurements"] if row["prefix"] == prefix]
+    rows = [row for row in document["kernels"] if row["regime"]["prefix"] == prefix]
     for row in rows:
-        document["measurements"].remove(row)
+        document["kernels"].remove(row)
     if us is not None:
-        document["measurements"].append(rows[0] | {"median_us": us})
+        document["kernels"].append(rows[0] | {"median_us": us})
     path = tmp_path / "kept.json"
     path.write_text(json.dumps(document))
     return str(path)
@@ -147,8 +147,8 @@ def spoiled(root: pathlib.Path, tmp_path: pathlib.Path, prefix: int, us: float |
 @pytest.mark.parametrize(
     ("us", "said"),
     [
-        (55.0, r"L=200000: 55\.0 us is below 0\.95 of the bound"),
-        (300.0, r"L=200000: the model says .* us, measured 300\.0"),
+        (55.0, r"L=204800: 55\.0 us is below 0\.95 of the bound"),
+        (300.0, r"L=204800: the model says .* us, measured 300\.0"),
         (None, r"kept\.json has no time for B=1 H=8 T=9 L=204800"),
     ],
 )
@@ -156,7 +156,7 @@ def test_times_that_the_model_cannot_be_right_about_fail(
     ctx: Context, root: pathlib.Path, tmp_path: pathlib.Path, us: float | None, said: str
 ) -> None:
     with pytest.raises(GateFailure, match=said) as caught:
-        roofline_model(ctx, evidence=spoiled(root, tmp_path, 200_000, us))
+        roofline_model(ctx, evidence=spoiled(root, tmp_path, 204_800, us))
     assert caught.value.kind in (FailureKind.NUMERICAL, FailureKind.SHAPE)
 
 
