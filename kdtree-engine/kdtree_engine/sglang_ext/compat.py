@@ -8,6 +8,7 @@ promises to keep, and on what they mean. A release that nobody has read is refus
     where a KV row is written            KVWriteLoc(loc, swa, full)    KVWriteLoc.for_batch(batch)
     a pool whose slots are renamed       backend._translate_kv_loc     kv_index_translator
     backends of prefill and decode       server_args, on demand        fields of the runner
+    the n-gram worker takes of a prompt  the whole, twice a step       its end
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kdtree_engine.errors import MissingError
+from kdtree_engine.sglang_ext.prompt_ends import given_ends, is_given_ends
 
 __all__ = [
     "SUPPORTED",
@@ -25,6 +27,7 @@ __all__ = [
     "draft_on_triton",
     "missing_names",
     "qlen_mask",
+    "read_prompt_ends",
     "register_backend",
     "renames_slots",
     "require_names",
@@ -214,6 +217,30 @@ def use_qlen_masks(algorithm: str) -> None:
     if algorithm == "NGRAM":
         worker: Any = importlib.import_module(_NGRAM)
         worker.USE_FULL_MASK = False
+
+
+_PROMPT_READERS = ("_prepare_draft_tokens", "_update_ngram_corpus")
+
+
+def read_prompt_ends(version: str) -> bool:
+    """Have the n-gram worker read the ends of prompts alone, in this process. False: it does so.
+
+    Raises MissingError where this SGLang's worker has not the methods that read prompts.
+    """
+    if version != "0.5.17":
+        return False
+    worker: Any = _found(f"{_NGRAM}:NGRAMWorker")
+    lacking = [name for name in _PROMPT_READERS if not callable(getattr(worker, name, None))]
+    if lacking:
+        raise MissingError(
+            f"kdtree_mla: the n-gram worker of SGLang {version} lacks {', '.join(lacking)}",
+            remedy="set KDTREE_PROMPT_ENDS=0",
+        )
+    for name in _PROMPT_READERS:
+        method = getattr(worker, name)
+        if not is_given_ends(method):  # a process may make several backends
+            setattr(worker, name, given_ends(method))
+    return True
 
 
 def qlen_mask(max_bs: int, nodes: int, device: Any, *, prefix: int = 0) -> Any:

@@ -44,6 +44,11 @@ VARIABLES = (
         "tree masks have T x T bytes a request and not T x (L + T): NGRAM, and EAGLE's family",
         default="1",
     ),
+    Variable(
+        "KDTREE_PROMPT_ENDS",
+        "SGLang 0.5.17: the n-gram drafter takes the end of a prompt, not the whole twice a step",
+        default="1",
+    ),
     Variable("KDTREE_DEFRAG", "defragmentation tier of the KV pool", ("off",), "off"),
     Variable("KDTREE_LIBRARY", "path of the kernel library to load", (), ""),
     Variable("KDTREE_WGMMA", "sm_90: take the wgmma kernels, or those on mma.sync", default=""),
@@ -59,6 +64,7 @@ class Settings:
     decode: bool = False
     graph_buffers: bool = True
     qlen_mask: bool = True
+    prompt_ends: bool = True
 
     @property
     def stock(self) -> bool:
@@ -99,5 +105,6 @@ def read_settings(environment: Mapping[str, str]) -> tuple[Settings, list[str]]:
         decode=given["KDTREE_DECODE"] == "1",
         graph_buffers=given["KDTREE_GRAPH_BUFFERS"] == "1",
         qlen_mask=given["KDTREE_QLEN_MASK"] == "1",
+        prompt_ends=given["KDTREE_PROMPT_ENDS"] == "1",
     )
     return settings, warnings

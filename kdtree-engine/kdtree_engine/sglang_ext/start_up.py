@@ -65,13 +65,15 @@ def made(runner: Any) -> Any:
     qlen = _qlen(settings, left)
     if qlen is not None:
         compat.use_qlen_masks(qlen)
+    ends = _wants_ends(settings) and compat.read_prompt_ends(version)
     backend = KdtreeMlaBackend(runner, settings, version, qlen=qlen is not None)
     if compat.renames_slots(version, backend):
         raise ConfigError(
             "kdtree_mla: the unified KV pool gives its rows other numbers than out_cache_loc has",
             remedy="start without the unified pool, or choose --attention-backend triton",
         )
-    _log.info("%s", _line(version, library, settings, left, str(runner.device), qlen is not None))
+    device = str(runner.device)
+    _log.info("%s", _line(version, library, settings, left, device, qlen is not None, ends))
     return backend
 
 
@@ -183,9 +185,16 @@ def _qlen(settings: Settings, left: Mapping[str, int]) -> str | None:
     """
     from sglang.srt.runtime_context import get_spec
 
-    algorithm = str(get_spec().speculative_algorithm)
+    algorithm = _algorithm(get_spec())
     wanted = settings.qlen_mask and settings.verify and not left
     return algorithm if wanted and algorithm in compat.QLEN_ALGORITHMS else None
+
+
+def _wants_ends(settings: Settings) -> bool:
+    """Whether an n-gram drafter is to read the ends of prompts alone, which drafts the same."""
+    from sglang.srt.runtime_context import get_spec
+
+    return settings.prompt_ends and settings.verify and _algorithm(get_spec()) == "NGRAM"
 
 
 def _left_to_triton(runner: Any) -> collections.Counter[str]:
@@ -207,6 +216,7 @@ def _line(
     handed: Mapping[str, int],
     device: str,
     qlen: bool,
+    ends: bool,
 ) -> str:
     if device == "cuda":
         capability = ".".join(map(str, torch.cuda.get_device_capability()))
@@ -216,6 +226,7 @@ def _line(
         f"kdtree_mla: SGLang {version}; {device}; library: {library}; "
         f"verify: {_who(settings.verify)}; decode: {_who(settings.decode)}; "
         f"masks: {'T x T' if qlen else 'stock'}; "
+        f"n-gram prompts: {'ends' if ends else 'stock'}; "
         f"graph buffers: {'max_batch x max_context' if settings.graph_buffers else 'stock'}; "
         f"defrag: off; left to triton: {left or 'no layer'}"
     )
@@ -223,6 +234,10 @@ def _line(
 
 def _who(ours: bool) -> str:
     return "kernel" if ours else "triton"
+
+
+def _algorithm(spec: Any) -> str:
+    return str(spec.speculative_algorithm)
 
 
 def _short(dtype: object) -> str:
