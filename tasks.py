@@ -532,7 +532,7 @@ def bench_kernel(
 @click.option(
     "--new-tokens",
     type=click.IntRange(8, 4096),
-    default=128,
+    default=256,
     show_default=True,
     help="Tokens that are decoded and timed.",
 )

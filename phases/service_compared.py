@@ -6,8 +6,10 @@ so each is started once and asked everything that is to be known of it.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import pathlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from phases.candidates import require_current_library
@@ -24,7 +26,7 @@ from phases.service_tokens import (
     tie_bounds,
 )
 
-__all__ = ["LAYERS", "Asked", "ask_servers", "compared", "saying"]
+__all__ = ["LAYERS", "Asked", "Turn", "ask_servers", "compared", "saying"]
 
 LAYERS = 2
 """Of the model whose tokens are compared: what prefills 200,000 tokens on each server."""
@@ -42,6 +44,21 @@ class Asked:
     whole: str = ""
 
 
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """A server that has answered and still runs.
+
+    note: tells its progress, and raises where another server has failed: so call it often.
+    asked_of: what another one answered, once its own turn is over. To be asked for those alone that
+        stand before this one among the chosen; for another it would wait for ever.
+    """
+
+    variant: Variant
+    service: Service
+    note: Callable[[str], None]
+    asked_of: Callable[[Variant], Asked]
+
+
 def ask_servers(
     ctx: Context,
     chosen: Sequence[Variant],
@@ -52,19 +69,24 @@ def ask_servers(
     extra: Sequence[int] = (),
     more: tuple[str, ...] = (),
     environment: Mapping[str, str] | None = None,
-    then: Callable[[Variant, Service, Mapping[Variant, Asked]], None] | None = None,
+    then: Callable[[Turn], None] | None = None,
 ) -> dict[Variant, Asked]:
     """Start each server, ask it the prompts of `scale`, and do `then` before it ends.
 
+    They run one after the other, or all at once where `scale` says so, as nothing is timed.
+
     Raises GateFailure where the kernel library is not what csrc as it is makes, where a server's
     log says that a plugin failed, or where one that was asked for the kernel does not say in its
-    line that trees are verified on it.
+    line that trees are verified on it. Of several failures it is the first one's; the other servers
+    end at their next request.
     """
     require_current_library(scale.device)
     model = scale.write_model(ctx.scratch / "model", ctx.seed, scale.vocabulary, LAYERS)
-    found: dict[Variant, Asked] = {}
-    for number, variant in enumerate(chosen):
-        ctx.progress(number, len(chosen), f"{variant.name}: starts")
+    together = _Together(ctx, chosen)
+
+    def ask(number: int, variant: Variant) -> Asked:
+        note = together.note(number, variant)
+        note("starts")
         log = ctx.scratch / f"{variant.name}.log"
         with launched(
             scale,
@@ -82,14 +104,68 @@ def ask_servers(
                 seed=ctx.seed,
                 likely=LIKELY if variant == plain() else 0,
                 extra=extra,
-                note=saying(ctx, number, len(chosen), variant.name),
+                note=note,
             )
-            found[variant] = Asked(variant, answers, plain_text(log))
+            asked = Asked(variant, answers, plain_text(log))
             if then is not None:
-                then(variant, service, found)
+                then(Turn(variant, service, note, lambda other: together.done[other].result()))
+            together.done[variant].set_result(asked)
         _log_is_well(variant, log)
-        found[variant] = dataclasses.replace(found[variant], whole=plain_text(log))
-    return found
+        return dataclasses.replace(asked, whole=plain_text(log))
+
+    return together.run(ask, at_once=len(chosen) if scale.side_by_side else 1)
+
+
+class _Together:
+    """Servers that may be asked at the same time, and end together where one of them fails.
+
+    done: what each answered, once its turn is over.
+    """
+
+    def __init__(self, ctx: Context, chosen: Sequence[Variant]) -> None:
+        self.done: dict[Variant, concurrent.futures.Future[Asked]] = {
+            variant: concurrent.futures.Future() for variant in chosen
+        }
+        self._ctx = ctx
+        self._lock = threading.Lock()
+        self._failed: list[Exception] = []
+
+    def run(self, ask: Callable[[int, Variant], Asked], *, at_once: int) -> dict[Variant, Asked]:
+        """`ask` of each variant; raises what the first one raised."""
+
+        def guarded(number: int, variant: Variant) -> Asked:
+            try:
+                return ask(number, variant)
+            except Exception as error:
+                with self._lock:
+                    self._failed.append(error)
+                if not self.done[variant].done():
+                    self.done[variant].set_exception(error)
+                raise
+
+        with concurrent.futures.ThreadPoolExecutor(max_workers=at_once) as pool:
+            asked = {
+                variant: pool.submit(guarded, number, variant)
+                for number, variant in enumerate(self.done)
+            }
+        if self._failed:
+            raise self._failed[0]
+        return {variant: one.result() for variant, one in asked.items()}
+
+    def note(self, number: int, variant: Variant) -> Callable[[str], None]:
+        """What tells the progress of one server, and ends it where another has failed."""
+
+        def say(text: str) -> None:
+            with self._lock:
+                if self._failed:
+                    raise _Ended(f"{variant.name}: ended, as another server failed")
+                self._ctx.progress(number, len(self.done), f"{variant.name}: {text}")
+
+        return say
+
+
+class _Ended(Exception):
+    """Of a server whose fate another one decided."""
 
 
 def saying(ctx: Context, number: int, total: int, what: str = "") -> Callable[[str], None]:

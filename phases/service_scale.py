@@ -76,8 +76,9 @@ class Scale:
     request. new_tokens: asked for after each prompt. vocabulary: of the model; small, so that an
     n-gram is often seen again and trees branch. dtype: of model and KV. graphs: whether graphs can
     be captured. distinct: the longest prompts that share nothing; longer ones of one length have
-    all but their ends in common, so that they are prefilled once. device: what the servers run on;
-    on `cuda` the kernel library must be the one that csrc as it is makes.
+    all but their ends in common, so that they are prefilled once. side_by_side: servers of which
+    nothing is timed run at once. device: what the servers run on; on `cuda` the kernel library must
+    be the one that csrc as it is makes.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Scale:
     paths: tuple[pathlib.Path, ...] = ()
     distinct: int = 4096
     limit_s: float = 300.0
+    side_by_side: bool = False
     device: torch.device = _CUDA
 
 
@@ -120,13 +122,15 @@ GPU = Scale(
         *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
         # Logits in 16 bits would make equals of the two likeliest tokens at one step in twenty.
         "--enable-fp32-lm-head",
-        *("--dtype", "bfloat16", "--mem-fraction-static", "0.3"),
+        # Of what is free when a server starts, others beside it; it takes what its tokens need.
+        *("--dtype", "bfloat16", "--mem-fraction-static", "0.6"),
         # More would only make SGLang copy a longer list of free slots at each step.
         *("--max-total-tokens", "1048576"),
         # As many as the largest graph takes, so that nothing has a reason to run without one.
         *("--max-running-requests", str(max(_GRAPHS)), "--chunked-prefill-size", "8192"),
     ),
     write_model=_gpu_model,
+    side_by_side=True,
 )
 """16 prompts of 200,000 tokens fit the pool several times, as they share all but their ends."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from phases.candidates import require_current_library
 from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
@@ -28,7 +28,7 @@ from phases.service import (
 )
 from phases.service_compared import saying
 from phases.service_graphs import Capture, capture_in
-from phases.service_scale import Scale, Start, Variant, launched, plain
+from phases.service_scale import Scale, Start, Variant, kernel, launched, plain, triton
 from phases.service_tokens import LIKELY, Difference, compare_answer, draw_prompts, tie_bound
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "decode_speed",
     "demand_tokens",
     "differences",
+    "judged_speeds",
     "measure",
     "measure_all",
     "ratio",
@@ -49,7 +50,7 @@ __all__ = [
 
 LAYERS = 4
 """Of the model that is timed, as in the stock figures of plan 13."""
-NEW_TOKENS = 128
+NEW_TOKENS = 256
 _UNLIKE = 0.2
 
 _SHORT = 2
@@ -72,7 +73,10 @@ class Speed:
 def decode_speed(
     service: Service, prompt: Tokens, *, new_tokens: int, repeats: int = 3, likely: int = 0
 ) -> Speed:
-    """The best of `repeats` pairs; the answer is that of the first pass, untimed.
+    """By the fastest of `repeats` passes; the answer is that of the first pass, untimed.
+
+    Verifications are counted in the pass that was the fastest: a drafter that has seen a text once
+    more accepts more of it, so those of another pass would belong to another time.
 
     likely: as in `Service.answers`, of the untimed answer alone.
     Raises ServiceFailed where an answer is not as many tokens as were asked for, or where the long
@@ -81,21 +85,19 @@ def decode_speed(
     long = _SHORT + new_tokens
     first = _one(service, prompt, long, likely)
     timed: dict[Tokens, None] = {}
-    shortest: dict[int, float] = {}
-    steps: dict[int, list[int]] = {_SHORT: [], long: []}
+    fastest: dict[int, tuple[float, int]] = {}  # seconds, and the verifications of the same pass
     for _ in range(repeats):
         for count in (_SHORT, long):
             begun = time.perf_counter()
             answer = _one(service, prompt, count)
-            seconds = time.perf_counter() - begun
-            shortest[count] = min(seconds, shortest.get(count, seconds))
-            steps[count].append(answer.verified)
+            one = (time.perf_counter() - begun, answer.verified)
+            fastest[count] = min(one, fastest.get(count, one))
             if answer.tokens != first.tokens[:count]:
                 timed[answer.tokens] = None
-    taken = shortest[long] - shortest[_SHORT]
+    (seconds, verified), (before_seconds, before) = fastest[long], fastest[_SHORT]
+    taken = seconds - before_seconds
     if taken <= 0:
         raise ServiceFailed(f"{long} tokens took no longer than {_SHORT}: nothing was decoded")
-    verified, before = sum(steps[long]) / repeats, sum(steps[_SHORT]) / repeats
     # The first token of an answer comes from the prefill.
     accepted = (long - 1) / verified if verified else 0.0
     # A short answer's one verification gives more than it is asked for, which is thrown away: so
@@ -103,7 +105,7 @@ def decode_speed(
     decoded = accepted * (verified - before) if verified else new_tokens
     if decoded <= 0:
         raise ServiceFailed(
-            f"{long} tokens took {verified:g} verifications and {_SHORT} took {before:g}, expected "
+            f"{long} tokens took {verified} verifications and {_SHORT} took {before}, expected "
             "more: nothing was decoded; ask for more new tokens"
         )
     return Speed(len(prompt), decoded / taken, accepted, first, tuple(timed))
@@ -288,3 +290,59 @@ def unlike_acceptance(ours: Served, other: Served) -> str | None:
                 f"{other.variant.name} {two.accept_length:.2f}: not the same work"
             )
     return None
+
+
+def judged_speeds(
+    ctx: Context,
+    *,
+    nodes: int,
+    scale: Scale,
+    graphs: bool,
+    lengths: Sequence[int],
+    start: Start,
+    new_tokens: int,
+    times_triton: Mapping[int, float],
+    times_plain: Mapping[int, float],
+) -> list[Figure]:
+    """A speed gate: trees on the kernel, no speculation, and trees on Triton, in one run.
+
+    times_triton, times_plain: how many times as fast as those the kernel's must be, by length.
+    Raises GateFailure where it is slower, was timed at other tokens than the reference's, or
+    accepts so differently that the speeds cannot be compared.
+    """
+    chosen = (kernel(nodes), plain(), triton(nodes))
+    ours, alone, stock = measure_all(
+        ctx,
+        chosen,
+        scale=scale,
+        graphs=graphs,
+        lengths=lengths,
+        start=start,
+        new_tokens=new_tokens,
+    )
+    against = (("triton", stock, times_triton), ("no speculation", alone, times_plain))
+    figures = [
+        Figure(f"times {what} at {length}", ratio(ours, other, length) or 0.0, Unit.SPEEDUP)
+        for length in reversed(lengths)
+        for what, other, _ in against
+    ]
+    for served in (ours, alone, stock):
+        figures += speed_figures(served)
+        if graphs:
+            name = served.variant.name
+            figures += [
+                Figure(f"{name}: capture", served.capture.seconds, Unit.SECONDS),
+                Figure(f"{name}: capture memory", served.capture.memory_bytes, Unit.BYTES),
+            ]
+    demand_tokens(ours, alone, speed_bound(scale), figures)
+    if problem := unlike_acceptance(ours, stock):
+        raise GateFailure(FailureKind.TOO_SLOW, problem, figures)
+    missed = [
+        f"at {length} tokens {reached:.2f} times as fast as {what}, expected {bar:g}"
+        for what, other, bars in against
+        for length, bar in bars.items()
+        if (reached := ratio(ours, other, length) or 0.0) < bar
+    ]
+    if missed:
+        raise GateFailure(FailureKind.TOO_SLOW, "; ".join(missed), figures)
+    return figures

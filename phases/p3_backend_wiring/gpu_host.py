@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
+from collections.abc import Mapping
+
+from phases.gate import Context, Figure
 from phases.service import serving
 from phases.service_compared import ask_servers, compared
 from phases.service_scale import GPU, Scale, Start, kernel, plain, triton
-from phases.service_speed import (
-    NEW_TOKENS,
-    demand_tokens,
-    measure_all,
-    ratio,
-    speed_bound,
-    speed_figures,
-    unlike_acceptance,
-)
+from phases.service_speed import NEW_TOKENS, judged_speeds
 from phases.service_tokens import demand, figures_of
 
 __all__ = ["TIMES_TRITON", "eager_speed", "tokens_of_service"]
@@ -43,36 +37,20 @@ def eager_speed(
     scale: Scale = GPU,
     start: Start = serving,
     new_tokens: int = NEW_TOKENS,
-    bars: dict[int, float] = TIMES_TRITON,
+    bars: Mapping[int, float] = TIMES_TRITON,
 ) -> list[Figure]:
     """Decode tok/s with trees, on the kernel and on Triton, both eager, in the same run.
 
     Beside them without speculation, whose tokens the kernel's are held against.
     """
-    lengths = sorted({scale.speed_lengths[0], *bars})
-    ours, alone, stock = measure_all(
+    return judged_speeds(
         ctx,
-        (kernel(_NODES), plain(), triton(_NODES)),
+        nodes=_NODES,
         scale=scale,
         graphs=False,
-        lengths=lengths,
+        lengths=sorted({scale.speed_lengths[0], *bars}),
         start=start,
         new_tokens=new_tokens,
+        times_triton=bars,
+        times_plain={},
     )
-    figures = [
-        Figure(f"times triton at {length}", ratio(ours, stock, length) or 0.0, Unit.SPEEDUP)
-        for length in reversed(lengths)
-    ]
-    figures += [*speed_figures(ours), *speed_figures(alone), *speed_figures(stock)]
-    demand_tokens(ours, alone, speed_bound(scale), figures)
-    if problem := unlike_acceptance(ours, stock):
-        raise GateFailure(FailureKind.TOO_SLOW, problem, figures)
-    for length, bar in bars.items():
-        reached = ratio(ours, stock, length) or 0.0
-        if reached < bar:
-            raise GateFailure(
-                FailureKind.TOO_SLOW,
-                f"at {length} tokens {reached:.2f} times as fast as triton, expected {bar:g}",
-                figures,
-            )
-    return figures

@@ -7,19 +7,11 @@ from collections.abc import Mapping
 
 from kdtree_engine.errors import ConfigError
 from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
-from phases.service import Answer, Service, ServiceFailed, incomplete, serving
-from phases.service_compared import Asked, ask_servers, compared, saying
+from phases.service import Answer, ServiceFailed, incomplete, serving
+from phases.service_compared import Turn, ask_servers, compared
 from phases.service_graphs import ARGUMENTS, ENVIRONMENT, Replays, capture_in, replays_in
-from phases.service_scale import GPU, Scale, Start, Variant, kernel, plain, triton
-from phases.service_speed import (
-    NEW_TOKENS,
-    demand_tokens,
-    measure_all,
-    ratio,
-    speed_bound,
-    speed_figures,
-    unlike_acceptance,
-)
+from phases.service_scale import GPU, Scale, Start, kernel, plain, triton
+from phases.service_speed import NEW_TOKENS, judged_speeds
 from phases.service_tokens import LIKELY, demand, figures_of, rounding, tie_bounds
 from phases.service_traffic import Traffic, demand_traffic, mixed_prompts, run_traffic
 
@@ -83,28 +75,29 @@ def graph_tokens(
     traffic: list[Traffic] = []
     broken: list[GateFailure] = []
 
-    def then(variant: Variant, service: Service, found: Mapping[Variant, Asked]) -> None:
-        if variant == plain():
+    def then(turn: Turn) -> None:
+        if turn.variant == plain():
             for first in range(0, len(prompts), max(scale.batches)):
                 some = prompts[first : first + max(scale.batches)]
-                answers = service.answers(some, scale.new_tokens, likely=LIKELY)
+                answers = turn.service.answers(some, scale.new_tokens, likely=LIKELY)
                 if problem := incomplete(answers, scale.new_tokens):
                     raise GateFailure(
-                        FailureKind.TOKEN_MISMATCH, f"{variant.name}, prompts of traffic: {problem}"
+                        FailureKind.TOKEN_MISMATCH,
+                        f"{turn.variant.name}, prompts of traffic: {problem}",
                     )
                 expected.extend(answers)
-        elif variant == kernel(_NODES):
-            bounds = tie_bounds(rounding(found[plain()].answers), scale.dtype)
+        elif turn.variant == kernel(_NODES):
+            noise = rounding(turn.asked_of(plain()).answers)
             try:
                 traffic.append(
                     run_traffic(
-                        service,
+                        turn.service,
                         prompts,
                         expected,
                         seconds=lasting,
-                        bounds=bounds,
+                        bounds=tie_bounds(noise, scale.dtype),
                         seed=ctx.seed,
-                        note=saying(ctx, 1, len(chosen), "traffic"),
+                        note=lambda text: turn.note(f"traffic: {text}"),
                     )
                 )
             except GateFailure as failure:  # said at the end, with what the servers answered
@@ -191,40 +184,14 @@ def graph_speed(
     times_plain: Mapping[int, float] = TIMES_PLAIN,
 ) -> list[Figure]:
     """Decode tok/s in graphs: on the kernel, on Triton, and without speculation, in one run."""
-    lengths = sorted({*scale.speed_lengths, *times_triton, *times_plain})
-    ours, alone, stock = measure_all(
+    return judged_speeds(
         ctx,
-        (kernel(_NODES), plain(), triton(_NODES)),
+        nodes=_NODES,
         scale=scale,
         graphs=True,
-        lengths=lengths,
+        lengths=sorted({*scale.speed_lengths, *times_triton, *times_plain}),
         start=start,
         new_tokens=new_tokens,
+        times_triton=times_triton,
+        times_plain=times_plain,
     )
-    figures = [
-        Figure(f"times {what} at {length}", ratio(ours, other, length) or 0.0, Unit.SPEEDUP)
-        for length in reversed(lengths)
-        for what, other in (("triton", stock), ("plain", alone))
-    ]
-    for served in (ours, alone, stock):
-        name = served.variant.name
-        figures += [
-            *speed_figures(served),
-            Figure(f"{name}: capture", served.capture.seconds, Unit.SECONDS),
-            Figure(f"{name}: capture memory", served.capture.memory_bytes, Unit.BYTES),
-        ]
-    demand_tokens(ours, alone, speed_bound(scale), figures)
-    if problem := unlike_acceptance(ours, stock):
-        raise GateFailure(FailureKind.TOO_SLOW, problem, figures)
-    missed = [
-        f"at {length} tokens {reached:.2f} times as fast as {what}, expected {bar:g}"
-        for what, other, bars in (
-            ("triton", stock, times_triton),
-            ("no speculation", alone, times_plain),
-        )
-        for length, bar in bars.items()
-        if (reached := ratio(ours, other, length) or 0.0) < bar
-    ]
-    if missed:
-        raise GateFailure(FailureKind.TOO_SLOW, "; ".join(missed), figures)
-    return figures

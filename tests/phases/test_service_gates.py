@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -189,6 +190,28 @@ def test_a_server_that_does_not_start_is_said_so(ctx: Context) -> None:
         eager(ctx, FakeStart("kdtree_mla-trees does not start"))
 
 
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_servers_end_where_another_one_fails(ctx: Context, side_by_side: bool) -> None:
+    """A server that does not start ends ten minutes of traffic on another, or keeps it from it."""
+    begun = time.monotonic()
+    start = FakeStart("triton-trees does not start" if side_by_side else "triton does not start")
+    scale = dataclasses.replace(SCALE, side_by_side=side_by_side)
+    with pytest.raises(ServiceFailed, match="no such thing"):
+        graphs.graph_tokens(ctx, scale=scale, start=start, seconds=600.0)
+    assert time.monotonic() - begun < 30
+    assert side_by_side or len(start.started) == 1, "the others are not started any more"
+
+
+def test_one_after_the_other_finds_the_same(ctx: Context) -> None:
+    by_turns, at_once = (
+        gpu_host.tokens_of_service(
+            ctx, scale=dataclasses.replace(SCALE, side_by_side=side_by_side), start=FakeStart()
+        )
+        for side_by_side in (False, True)
+    )
+    assert by_turns == at_once
+
+
 def test_how_long_the_traffic_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KD_TRAFFIC_S", raising=False)
     assert graphs.traffic_seconds() == 600
@@ -213,7 +236,7 @@ def test_speeds_are_held_against_their_bars(ctx: Context) -> None:
         times_plain={64: 2.0},
     )
     found = {figure.name: figure.value for figure in figures}
-    assert found["times triton at 64"] > found["times plain at 64"] > 2
+    assert found["times triton at 64"] > found["times no speculation at 64"] > 2
     assert [arguments[arguments.index("--attention-backend") + 1] for arguments, _ in start.started]
     with pytest.raises(GateFailure, match=r"at 64 tokens .* as fast as triton, expected 1000") as e:
         gpu_host.eager_speed(

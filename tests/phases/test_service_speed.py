@@ -49,6 +49,24 @@ def test_what_a_short_answer_takes_is_not_counted(
     assert (speed.length, speed.answer.tokens) == (3, (1,) * 18)
 
 
+def test_time_and_verifications_are_of_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter that learns: from the third answer on, 6 tokens a verification and not 1."""
+    server: Any = Clocked(1)
+    monkeypatch.setattr("time.perf_counter", lambda: server.now)
+    asked = server.answers
+
+    def answers(prompts: Any, count: int, *, likely: int = 0) -> list[Answer]:
+        server.count = getattr(server, "count", 0) + 1
+        server._accepted = 6 if server.count > 3 else 1
+        found: list[Answer] = asked(prompts, count, likely=likely)
+        return found
+
+    server.answers = answers
+    speed = decode_speed(server, (1, 2, 3), new_tokens=16)
+    assert speed.accept_length == pytest.approx(17 / 3)
+    assert speed.tokens_per_second == pytest.approx(17 / 3 * 1000)
+
+
 def test_a_clock_that_stands_still_gives_no_speed(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
