@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -976,9 +977,11 @@ def _host(name: str) -> Any:
 
 
 def _this_machine() -> Machine:
+    """Its facts; its SGLang is the one that servers are started with."""
     from kdtree_engine.machine import read_machine
+    from phases.service import server_sglang
 
-    return read_machine()
+    return dataclasses.replace(read_machine(), sglang=server_sglang())
 
 
 def _machine_of(host_name: str) -> Machine:

@@ -92,6 +92,7 @@ class Platform(_Model):
     driver: str | None
     cuda: str | None
     torch: str | None
+    sglang: str | None = None
     environment: Mapping[str, str] = {}
 
     @classmethod
@@ -105,6 +106,7 @@ class Platform(_Model):
             driver=machine.driver,
             cuda=machine.cuda,
             torch=machine.torch,
+            sglang=machine.sglang,
             environment=environment,
         )
 
@@ -394,7 +396,8 @@ class Store:
                 lacking.append(f"{gate.name} {known.gate.status}{stale}")
             elif known.record.platform != platform:
                 lacking.append(
-                    f"{gate.name} passed with another GPU, driver, CUDA, torch or environment"
+                    f"{gate.name} passed with another GPU, driver, CUDA, torch, SGLang or "
+                    "environment"
                 )
             else:
                 entries[gate.name] = ProofEntry(run=known.record.run, content=known.gate.content)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import os
 from collections.abc import Callable
 
 from kdtree_engine.machine import Machine
@@ -40,11 +39,7 @@ class Requirement(enum.StrEnum):
 
 
 def _has_sglang(machine: Machine) -> bool:
-    """In kd's own Python, or in the one that KD_SGLANG_PYTHON names for servers.
-
-    Whether that one has it shows when a server is started: finding out here would start a process.
-    """
-    return machine.sglang is not None or bool(os.environ.get("KD_SGLANG_PYTHON"))
+    return machine.sglang is not None
 
 
 _ENTRIES = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import http.client
 import json
 import os
@@ -30,6 +31,7 @@ __all__ = [
     "incomplete",
     "plain_text",
     "server_python",
+    "server_sglang",
     "serving",
 ]
 
@@ -262,6 +264,26 @@ def serving(
 def server_python() -> str:
     """The Python that has SGLang: the one that KD_SGLANG_PYTHON names, else this one."""
     return os.environ.get("KD_SGLANG_PYTHON") or sys.executable
+
+
+def server_sglang() -> str | None:
+    """The release of SGLang that `server_python` has; None where it has none, or does not run."""
+    return _sglang_of(server_python())
+
+
+@functools.cache
+def _sglang_of(python: str) -> str | None:
+    try:
+        asked = subprocess.run(
+            [python, "-c", "import importlib.metadata as m; print(m.version('sglang'))"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return asked.stdout.strip() or None if asked.returncode == 0 else None
 
 
 def incomplete(answers: Sequence[Answer], new_tokens: int) -> str | None:

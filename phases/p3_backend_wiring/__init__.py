@@ -10,6 +10,7 @@ _CPU_SERVER = (
     "kdtree-engine/kdtree_engine/sglang_ext/*.py",
     "kdtree-engine/kdtree_engine/*.py",
     "tests/support/sglang_cpu/*/*",
+    "tests/support/sglang_refused/*/*",
 )
 """What runs in the server, so no import of the gates leads there."""
 _KIT = (

@@ -214,8 +214,8 @@ def test_a_proof_needs_every_correctness_gate_of_the_phase_on_that_machine(
     assert store.prove(phase, "local", elsewhere) == ["right was not run", "exact was not run"]
     for change in ({"torch": "9.9.9"}, {"environment": {"KDTREE_WGMMA": "1"}}):
         assert store.prove(phase, "local", HERE.model_copy(update=change)) == [
-            "right passed with another GPU, driver, CUDA, torch or environment",
-            "exact passed with another GPU, driver, CUDA, torch or environment",
+            "right passed with another GPU, driver, CUDA, torch, SGLang or environment",
+            "exact passed with another GPU, driver, CUDA, torch, SGLang or environment",
         ]
 
 

@@ -181,11 +181,18 @@ def test_empty_answers_are_not_equal_ones(ctx: Context) -> None:
         checks.service_token_exact(ctx, start=FakeServer("empty answers"), new_tokens=4)
 
 
+@pytest.fixture
+def release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the server's Python, whatever this machine has."""
+    monkeypatch.setattr(checks, "server_sglang", lambda: "0.5.23")
+
+
 CASE = checks.Refusal("case", "kdtree_mla: this is why")
 SERVES = (
     "kdtree_mla: SGLang 0.5.23; cpu; library: CPU implementation (for tests, slow); verify\n"
     "kdtree_mla: KDTREE_VERFY is set and nothing reads it (did you mean KDTREE_VERIFY?)\n"
 )
+OTHER_RELEASE = SERVES.replace("0.5.23", "0.5.17")
 
 
 def logging_server(refused: str | None, served: str = SERVES) -> Any:
@@ -195,7 +202,6 @@ def logging_server(refused: str | None, served: str = SERVES) -> Any:
     def start(
         arguments: Sequence[str], *, log: pathlib.Path, environment: Mapping[str, str], **_: Any
     ) -> Iterator[Any]:
-        assert environment["CUDA_VISIBLE_DEVICES"] == ""  # on a GPU host too
         right = "KDTREE_VERFY" in environment
         log.write_text(served if right else refused or "")
         if not right and refused is not None:
@@ -210,12 +216,14 @@ def logging_server(refused: str | None, served: str = SERVES) -> Any:
     return start
 
 
+@pytest.mark.usefixtures("release")
 def test_a_plugin_that_refuses_in_one_line_and_serves_passes(ctx: Context) -> None:
     start = logging_server("[x] kdtree_mla: this is why (do that); the server stops\n")
     (figure,) = checks.plugin_self_check(ctx, start=start, refusals=[CASE])
     assert figure.value == 2
 
 
+@pytest.mark.usefixtures("release")
 @pytest.mark.parametrize(
     ("start", "says"),
     [
@@ -224,6 +232,12 @@ def test_a_plugin_that_refuses_in_one_line_and_serves_passes(ctx: Context) -> No
         (logging_server("kdtree_mla: other; the server stops\n"), "said .*kdtree_mla: other"),
         (logging_server("kdtree_mla: this is why; the server stops\n", ""), "got 0"),
         (logging_server("kdtree_mla: this is why; the server stops\n", SERVES * 2), "got 2"),
+        (
+            logging_server(
+                "kdtree_mla: this is why; the server stops\n", SERVES.replace("23", "17")
+            ),
+            "one line of the log with 'kdtree_mla: SGLang 0.5.23; cpu",
+        ),
         (
             logging_server("kdtree_mla: this is why; the server stops\n", SERVES + "Failed to x\n"),
             "the log of a right server says: Failed to x",

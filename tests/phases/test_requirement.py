@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
 
 from kdtree_engine.machine import Machine
 from phases.requirement import Requirement
@@ -13,11 +13,10 @@ BARE = Machine(
 )  # fmt: skip
 
 
-def test_sglang_may_be_another_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KD_SGLANG_PYTHON", raising=False)
+def test_sglang_is_that_of_the_servers() -> None:
+    """A machine's SGLang is that of the Python that starts servers: `tasks._this_machine`."""
+    served = dataclasses.replace(BARE, sglang="0.5.23")
     for need in (Requirement.SGLANG, Requirement.SERVICE):
         assert "SGLang is not installed" in str(need.missing(BARE))
-    monkeypatch.setenv("KD_SGLANG_PYTHON", "elsewhere/python")
-    for need in (Requirement.SGLANG, Requirement.SERVICE):
-        assert need.missing(BARE) is None
+        assert need.missing(served) is None
     assert Requirement.GPU.missing(BARE) is not None

@@ -18,7 +18,15 @@ from collections.abc import Iterator
 import pytest
 
 from phases import service as module
-from phases.service import Answer, Load, ServiceFailed, failures_in, server_python, serving
+from phases.service import (
+    Answer,
+    Load,
+    ServiceFailed,
+    failures_in,
+    server_python,
+    server_sglang,
+    serving,
+)
 
 SERVER = r"""
 import http.server, json, os, subprocess, sys
@@ -249,3 +257,14 @@ def test_which_python_has_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     assert server_python() == sys.executable
     monkeypatch.setenv("KD_SGLANG_PYTHON", "elsewhere/python")
     assert server_python() == "elsewhere/python"
+
+
+def test_the_servers_sglang_is_asked_of_its_python(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, body in (("has", "echo 0.5.17"), ("lacks", "exit 1"), ("silent", "true")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    for name, release in (("has", "0.5.17"), ("lacks", None), ("silent", None), ("absent", None)):
+        monkeypatch.setenv("KD_SGLANG_PYTHON", str(tmp_path / name))
+        assert server_sglang() == release, name

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 
 from kdtree_engine.errors import MissingError
 from phases.p3_backend_wiring import checks
-from phases.service import server_python
+from phases.service import server_sglang
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _sglang() -> None:
     """Skip where the server's Python has no SGLang, or one that the CPU support is not for."""
-    question = "import importlib.metadata as m; print(m.version('sglang'))"
-    asked = subprocess.run(
-        [server_python(), "-c", question], capture_output=True, text=True, check=False
-    )
-    if asked.returncode:
+    release = server_sglang()
+    if release is None:
         pytest.skip("SGLang is not installed; KD_SGLANG_PYTHON names a Python that has it")
-    if asked.stdout.strip() != "0.5.23":
-        pytest.skip(f"SGLang {asked.stdout.strip()}: the server runs on a CPU in 0.5.23 alone")
+    if release != "0.5.23":
+        pytest.skip(f"SGLang {release}: the server runs on a CPU in 0.5.23 alone")
     try:
         checks.need_cpu_server()
     except MissingError as error:

@@ -3,18 +3,11 @@
 KD_TEST_OBSERVED   a JSON file that is kept up to date with the counts
 KD_TEST_WRONG_MASK a file; while it is there, every node sees every node of its tree: the tokens
                    must come out wrong
-
-Two more make a server on which the plugin must refuse to run:
-
-KD_TEST_SGLANG_VERSION what the plugin is told that the installed SGLang is
-KD_TEST_REMOVED        `module:name`, taken out of SGLang before the plugin looks for it
 """
 
 from __future__ import annotations
 
 import collections
-import functools
-import importlib
 import itertools
 import json
 import os
@@ -30,13 +23,6 @@ def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("kdtree_engine.sglang_ext.start_up.made", _watch, HookType.AFTER)
-    version = os.environ.get("KD_TEST_SGLANG_VERSION")
-    if version:
-        from kdtree_engine.sglang_ext import compat
-
-        compat.sglang_version = lambda: version
-    if os.environ.get("KD_TEST_REMOVED"):
-        HookRegistry.register("kdtree_engine.sglang_ext.start_up.made", _remove, HookType.BEFORE)
 
 
 def seen() -> dict[str, int]:
@@ -57,13 +43,6 @@ def accepted(index: torch.Tensor, count: torch.Tensor, candidates: torch.Tensor)
             path[depth] != request * nodes + depth for depth in range(1, length + 1)
         )
     _save()
-
-
-def _remove(*_: Any, **__: Any) -> None:
-    module, _, path = os.environ["KD_TEST_REMOVED"].partition(":")
-    above, _, last = path.rpartition(".")
-    owner = importlib.import_module(module)
-    delattr(functools.reduce(getattr, filter(None, above.split(".")), owner), last)
 
 
 def _watch(backend: Any, *_: Any, **__: Any) -> None:
