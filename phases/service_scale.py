@@ -123,7 +123,7 @@ GPU = Scale(
         # Logits in 16 bits would make equals of the two likeliest tokens at one step in twenty.
         "--enable-fp32-lm-head",
         # Of what is free when a server starts, others beside it; it takes what its tokens need.
-        *("--dtype", "bfloat16", "--mem-fraction-static", "0.6"),
+        *("--dtype", "bfloat16", "--mem-fraction-static", "0.8"),
         # More would only make SGLang copy a longer list of free slots at each step.
         *("--max-total-tokens", "1048576"),
         # As many as the largest graph takes, so that nothing has a reason to run without one.
