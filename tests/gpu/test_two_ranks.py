@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
 ]
-SCALE = dataclasses.replace(GPU, lengths=(1024, 16384), batches=(1, 4))
+SCALE = dataclasses.replace(GPU, lengths=(1024, 16384), batches=(1, 4), new_tokens=24)
 RANKS = (
     *("--tp-size", "2"),
     # Sums over the ranks by NCCL: the other ways ask more of a host, and attention has no part.
