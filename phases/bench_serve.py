@@ -38,7 +38,10 @@ from phases.service_tokens import Difference
 
 __all__ = ["COLUMNS", "ServeBench", "bench_serve", "rows", "variants"]
 
-COLUMNS = ("server", "context", "tok/s", "accepted", "times triton", "times plain", "tokens")
+COLUMNS = (
+    *("server", "context", "tok/s", "accepted", "ms a step"),
+    *("times triton", "times plain", "tokens"),
+)
 
 
 @dataclasses.dataclass
@@ -184,12 +187,13 @@ def rows(bench: ServeBench) -> list[tuple[str, ...]]:
                     str(speed.length),
                     f"{speed.tokens_per_second:.0f}",
                     f"{speed.accept_length:.2f}" if speed.accept_length else "",
+                    f"{1e3 * speed.step_seconds:.2f}" if speed.step_seconds else "",
                     *("" if times is None else f"{times:.2f}" for times in against),
                     _verdict(bench, name, speed.length),
                 )
             )
     # The last line of what a server said is the nearest to a reason.
-    found += [(name, "", "failed", "", "", "", said) for name, said in _reasons(bench)]
+    found += [(name, "", "failed", "", "", "", "", said) for name, said in _reasons(bench)]
     return found
 
 
@@ -234,7 +238,7 @@ def _document(
     lengths = dict.fromkeys(one.length for served in bench.served.values() for one in served.speeds)
     ours = kernel(bench.nodes)
     return {
-        "version": 2,
+        "version": 3,
         "run": bench.run,
         "started": bench.started,
         "command": list(command),
@@ -264,6 +268,7 @@ def _document(
                         "length": one.length,
                         "tokens_per_second": one.tokens_per_second,
                         "accept_length": one.accept_length,
+                        "step_us": 1e6 * one.step_seconds,
                     }
                     for one in served.speeds
                 ],

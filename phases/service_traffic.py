@@ -78,18 +78,20 @@ def run_traffic(
     def count(numbers: Sequence[int], wanted: int, answers: Sequence[Answer], *, cut: bool) -> None:
         for number, answer in zip(numbers, answers, strict=True):
             ended_early = cut and answer.ending == "abort"
+            # SGLang does not cut an aborted answer at the number that was asked for: the tree that
+            # was verified last may have given more.
+            most = len(reference[number].tokens) if ended_early else wanted
             expected = dataclasses.replace(
-                reference[number], tokens=reference[number].tokens[:wanted]
+                reference[number], tokens=reference[number].tokens[:most]
             )
+            got = answer.tokens[:most] if ended_early else answer.tokens
             where = f"traffic, prompt {number}"
             bound = bound_at(bounds, len(prompts[number]))
-            same, difference = compare_answer(
-                where, answer.tokens, expected, bound, partial=ended_early
-            )
+            same, difference = compare_answer(where, got, expected, bound, partial=ended_early)
             with lock:
                 counts["answers"] += 1
                 counts["tokens"] += same
-                counts["wanted"] += len(answer.tokens) if ended_early else len(expected.tokens)
+                counts["wanted"] += len(got) if ended_early else len(expected.tokens)
                 counts["aborted"] += ended_early
                 counts["verified"] += answer.verified
                 counts["produced"] += max(0, len(answer.tokens) - 1)

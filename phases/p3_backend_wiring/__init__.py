@@ -1,7 +1,7 @@
 """Phase 3: the kernel in the live service, eager mode, behind one overridden method."""
 
 from phases.gate import Gate, GateKind
-from phases.p3_backend_wiring import checks, gpu_host, kit
+from phases.p3_backend_wiring import checks, kit, speed
 from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
 
@@ -67,7 +67,7 @@ PHASE = Phase(
         Gate(
             "eager-speed",
             "decode tok/s of the live service against stock Triton, both eager",
-            gpu_host.eager_speed,
+            speed.eager_speed,
             kind=GateKind.SPEED,
             requires=(Requirement.GPU, Requirement.SERVICE),
             time_limit_s=1200.0,

@@ -1,7 +1,7 @@
 """Phase 4: the kernel meets what a captured graph demands, and a service's graphs stay on."""
 
 from phases.gate import Gate, GateKind
-from phases.p4_capture_safety import checks, kit, service
+from phases.p4_capture_safety import checks, kit, service, speed
 from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
 
@@ -67,7 +67,7 @@ PHASE = Phase(
         Gate(
             "graph-speed",
             "decode tok/s of the live service in graphs, against Triton and no speculation",
-            service.graph_speed,
+            speed.graph_speed,
             kind=GateKind.SPEED,
             requires=(Requirement.GPU, Requirement.SERVICE),
             time_limit_s=1200.0,

@@ -1,32 +1,20 @@
-"""Phase 4 in the live service: CUDA graphs on, for the tokens, for mixed traffic, for the speed."""
+"""Phase 4 in the live service: CUDA graphs on, for the tokens and for mixed traffic."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 from kdtree_engine.errors import ConfigError
 from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
 from phases.service import Answer, ServiceFailed, incomplete, serving
 from phases.service_compared import Turn, ask_servers, compared
-from phases.service_graphs import ARGUMENTS, ENVIRONMENT, Replays, capture_in, replays_in
+from phases.service_graphs import ARGUMENTS, ENVIRONMENT, Replays, replays_in
 from phases.service_scale import GPU, Scale, Start, kernel, plain, triton
-from phases.service_speed import NEW_TOKENS, judged_speeds
 from phases.service_tokens import LIKELY, demand, figures_of, rounding, tie_bounds
 from phases.service_traffic import Traffic, demand_traffic, mixed_prompts, run_traffic
 
-__all__ = [
-    "LONGEST_TRAFFIC_S",
-    "TIMES_PLAIN",
-    "TIMES_TRITON",
-    "graph_speed",
-    "graph_tokens",
-    "traffic_seconds",
-]
+__all__ = ["LONGEST_TRAFFIC_S", "graph_tokens", "traffic_seconds"]
 
-TIMES_TRITON = {1024: 1.0, 65536: 20.0}
-TIMES_PLAIN = {65536: 4.0}
-"""How many times as fast, by context; plan 14, end-to-end aim."""
 _NODES = 9
 _PADDED = (3, 11)
 """Batch sizes between those that are captured, asked for at the shortest length."""
@@ -127,9 +115,6 @@ def graph_tokens(
             Figure("traffic: callers that hung up", mixed.hung_up, Unit.COUNT),
             Figure("traffic: KV slots leaked", 0, Unit.COUNT),  # or it would have failed
         ]
-    for variant, asked in found.items():
-        capture = capture_in(asked.log)
-        figures.append(Figure(f"{variant.name}: graph bytes", capture.memory_bytes, Unit.BYTES))
     if scale.graphs:
         for variant in (kernel(_NODES), kernel(33)):
             asked = found[variant]
@@ -172,26 +157,3 @@ def _not_in_graphs(replays: Replays, verified: int, whole: Replays) -> str | Non
     if not replays.padded:
         return "no graph was replayed with fewer requests than it was captured for"
     return None
-
-
-def graph_speed(
-    ctx: Context,
-    *,
-    scale: Scale = GPU,
-    start: Start = serving,
-    new_tokens: int = NEW_TOKENS,
-    times_triton: Mapping[int, float] = TIMES_TRITON,
-    times_plain: Mapping[int, float] = TIMES_PLAIN,
-) -> list[Figure]:
-    """Decode tok/s in graphs: on the kernel, on Triton, and without speculation, in one run."""
-    return judged_speeds(
-        ctx,
-        nodes=_NODES,
-        scale=scale,
-        graphs=True,
-        lengths=sorted({*scale.speed_lengths, *times_triton, *times_plain}),
-        start=start,
-        new_tokens=new_tokens,
-        times_triton=times_triton,
-        times_plain=times_plain,
-    )

@@ -83,7 +83,7 @@ def test_a_bench_keeps_what_it_has_where_a_server_fails(tmp_path: pathlib.Path) 
     assert "no such thing" in document["failed"]["triton-9"]
     assert document["times"][0]["triton"] is None
     assert document["times"][0]["plain"] > 1
-    assert bench.rows(found)[-1] == ("triton-9", "", "failed", "", "", "", "no such thing")
+    assert bench.rows(found)[-1] == ("triton-9", "", "failed", "", "", "", "", "no such thing")
     found.failed["triton-9"] = ""
     assert bench.rows(found)[-1][-1] == "no message"
 

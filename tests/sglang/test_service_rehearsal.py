@@ -14,7 +14,7 @@ from kdtree_engine.machine import read_machine
 from phases.bench_serve import bench_serve
 from phases.checkout import Checkout
 from phases.gate import Context
-from phases.p3_backend_wiring import gpu_host
+from phases.p3_backend_wiring.speed import eager_speed
 from phases.p4_capture_safety import service as graphs
 from phases.service_scale import CPU
 
@@ -39,7 +39,7 @@ def test_tokens_and_traffic(ctx: Context) -> None:
 
 
 def test_eager_speed(ctx: Context) -> None:
-    figures = gpu_host.eager_speed(ctx, scale=CPU, new_tokens=64, bars={})
+    figures = eager_speed(ctx, scale=CPU, new_tokens=64, bars={})
     found = {figure.name: figure.value for figure in figures}
     assert found["kdtree_mla-9 at 32"] > 0
     assert found["triton-9 accepts at 32"] > 4

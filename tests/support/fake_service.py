@@ -39,6 +39,8 @@ LINE = "kdtree_mla: SGLang 0.5.23; fake; verify: kernel; decode: triton\n"
 
 _EVERYWHERE = frozenset({"empty", "cut short"})
 """Faults of every server; the others are of trees on the kernel alone."""
+_BEYOND = 3
+"""Tokens that an aborted answer may have more than was asked for."""
 _ONCE = 62
 """The length of one prompt of `SCALE`, that of the fault `near-tie once`."""
 
@@ -129,7 +131,7 @@ class FakeService:
         self._seen.add((prompt, count))
         draw = random.Random(str(prompt))
         tokens, told = [], []
-        for step in range(count):
+        for step in range(count + _BEYOND):
             first, second, gap = draw.randrange(100), 100 + draw.randrange(100), draw.random()
             told.append(((-1.0, first), (-1.0 - (1e-9 if step == 2 else 0.5 + gap), second)))
             wrong = ("late token" in self.faults and step == count - 1) or (
@@ -144,13 +146,16 @@ class FakeService:
             accepted = 1 if "none accepted" in self.faults else accepted
             steps = max(1, round((count - 1) / accepted))
             self._print(steps)
+        beyond, tokens, told = tokens, tokens[:count], told[:count]
         if "empty" in self.faults:
             return Answer((), verified=steps)
         if "cut short" in self.faults:
             return Answer(tuple(tokens), steps, tuple(told) if likely else (), ending="abort")
         aborted = names is not None and names[0] in self._aborted
+        if aborted:  # now in the middle, now in a step whose tree goes beyond what was asked for
+            tokens = beyond if len(prompt) % 2 else tokens[: count // 2]
         return Answer(
-            tuple(tokens[: count // 2] if aborted else tokens),
+            tuple(tokens),
             verified=steps,
             likely=tuple(told) if likely else (),
             ending="abort" if aborted else "length",
