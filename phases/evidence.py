@@ -195,6 +195,11 @@ class Record(_Model):
     def platform(self) -> Platform:
         return Platform.of(self.machine, self.environment)
 
+    def without_logs(self) -> Record:
+        """This record without the paths of logs, which mean nothing on another machine."""
+        gates = tuple(gate.model_copy(update={"log": None}) for gate in self.gates)
+        return self.model_copy(update={"gates": gates})
+
     def with_gate(self, gate: GateRecord) -> Record:
         """This record with the entry of the same gate replaced. Validated again."""
         gates = tuple(gate if old.gate == gate.gate else old for old in self.gates)
@@ -324,7 +329,9 @@ class Store:
         return matches[0]
 
     def keep(self, record: Record, name: str, phases: Iterable[Phase]) -> pathlib.Path:
-        """Copy `record` to the repository's kept evidence as `name`.json.
+        """Copy `record` to the repository's kept evidence as `name`.json, without paths of logs.
+
+        They stay on the machine, in `.kd/logs`.
 
         Raises ConfigError for a record that never finished or whose proofs do not hold, a name
         that is no plain file name, and a name that another record has.
@@ -340,6 +347,7 @@ class Store:
                 f"run {record.run} never finished", remedy="run it again, then keep that"
             )
         kept = self.kept_records()
+        record = record.without_logs()
         if kept.get(name, record) != record:
             raise ConfigError(
                 f"{path} keeps another run, {kept[name].run}",

@@ -78,8 +78,14 @@ class Difference:
     near_tie: bool
 
     def __str__(self) -> str:
-        gap = "not among the likely ones" if self.gap is None else f"{self.gap:.4f} less likely"
-        return f"{self.where}, token {self.step}: {self.got} for {self.wanted}, {gap}"
+        return f"{self.where}, token {self.step}: {self.got} for {self.wanted}, {self.how}"
+
+    @property
+    def how(self) -> str:
+        """How far it is from the reference, in a few words."""
+        if self.wanted is None or self.got is None:
+            return f"{'beyond' if self.wanted is None else 'before'} the reference's end"
+        return "not among the likely ones" if self.gap is None else f"{self.gap:.4f} less likely"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,7 +315,9 @@ def figures_of(comparisons: Sequence[Comparison], bounds: Mapping[int, float]) -
     every.sort(key=lambda one: float("inf") if one.gap is None else one.gap, reverse=True)
     figures += [
         Figure(
-            f"{'near-tie' if one.near_tie else 'refused'}: {one.where} token {one.step}",
+            f"near-tie: {one.where} token {one.step}"
+            if one.near_tie
+            else f"refused, {one.how}: {one.where} token {one.step}",
             -1.0 if one.gap is None else one.gap,
             Unit.RATIO,
         )

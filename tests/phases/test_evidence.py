@@ -258,6 +258,15 @@ def test_a_kept_record_is_found_by_its_name_and_proves_nothing_here(
     assert store.among([kept], [sample_gates.phase(1, right_gate())])["right"].gate == entry()
 
 
+def test_a_kept_record_has_no_path_of_the_machine(store: Store, tmp_path: pathlib.Path) -> None:
+    own = record(entry(log="../somewhere/.kd/logs/run/right.log"))
+    for _ in range(2):  # and keeping it again is the same record
+        store.keep(own, "first", [])
+    text = (tmp_path / "kept" / "first.json").read_text()
+    assert "somewhere" not in text
+    assert store.find("first") == own.without_logs()
+
+
 def test_a_run_that_never_finished_is_not_kept(store: Store) -> None:
     with pytest.raises(ConfigError, match="never finished"):
         store.keep(record(entry(), finished=None), "first", [])
