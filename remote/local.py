@@ -110,6 +110,12 @@ class LocalTransport:
     def exists(self, path: str) -> bool:
         return pathlib.Path(path).exists()
 
+    def rsync_options(self) -> Sequence[str]:
+        return ()
+
+    def rsync_place(self, path: str) -> str:
+        return path  # absolute, so that no colon in it can look like a host
+
     def close(self) -> None:
         pass  # there is no connection to let go
 

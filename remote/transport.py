@@ -72,6 +72,14 @@ class Transport(Protocol):
         """Whether the host has a file or folder at `path`."""
         ...
 
+    def rsync_options(self) -> Sequence[str]:
+        """What rsync on this machine needs to reach the host as this transport does."""
+        ...
+
+    def rsync_place(self, path: str) -> str:
+        """An absolute path of the host, as rsync takes it."""
+        ...
+
     def close(self) -> None:
         """Let the connection go. May be called twice."""
         ...

@@ -1,0 +1,469 @@
+"""What runs on a host to look after its releases. It is sent there with each request.
+
+Nothing of kd has to be installed for it: this file is the program, which needs Python 3.9 and its
+standard library alone. It reads one request, `{"do": NAME, ...}`, as JSON from stdin and answers by
+one line of JSON, `{"done": ...}` or `{"error": TEXT}`. So no name from here ever meets a shell.
+
+    ROOT/releases/ID/source        the checkout, as it was sent
+                     wheel         the engine's wheel, which holds its kernels
+                     site          the wheel unpacked: what goes before SGLang on PYTHONPATH
+                     manifest.json SHA-256 and mode of each file that was sent
+                     release.json  what it is: revision, when, by whom
+    ROOT/incoming                  what is being sent; it stays where a transfer breaks off
+    ROOT/current                   a symbolic link to releases/ID
+    ROOT/promotions.jsonl          each promotion, in order: the one truth about what came before
+    ROOT/lock.json                 who changes something right now
+
+Each step is one rename, so that whoever is killed leaves the state before it or the state after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import stat
+import sys
+import time
+import zipfile
+from typing import Any
+
+_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,99}")
+_BLOCK = 1 << 20
+
+
+class Refused(Exception):
+    """A request that cannot be done; its text is one line for the person who asked."""
+
+
+def prepare(root: str) -> dict[str, Any]:
+    """Make the folders, for this user alone; where they are and how much is free, in bytes."""
+    place = _root(root)
+    for folder in (place, place / "releases", place / "incoming"):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return {
+        "root": str(place),
+        "current": _current(place),
+        "free_bytes": shutil.disk_usage(place).free,
+        "rsync": shutil.which("rsync"),
+    }
+
+
+def expect(root: str, names: list[str]) -> dict[str, int]:
+    """Of what came before a transfer broke off, keep what is wanted now; how much that is."""
+    incoming = _root(root) / "incoming"
+    wanted = set(names)
+    kept = 0
+    for path in sorted(incoming.rglob("*"), reverse=True):  # what is in a folder before the folder
+        if path.is_dir() and not path.is_symlink():
+            with contextlib.suppress(OSError):
+                path.rmdir()  # if it is empty
+        elif path.relative_to(incoming).as_posix() in wanted:
+            kept += 1
+        else:
+            path.unlink()
+    for part in ("source", "wheel"):
+        (incoming / part).mkdir(mode=0o700, exist_ok=True)
+    return {"kept": kept}
+
+
+def compare(root: str, manifest: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What a release of these files would change of the current one. Writes nothing."""
+    place = _root(root)
+    current = _current(place)
+    there = _json(place / "releases" / current / "manifest.json") if current else None
+    there = there or {}
+    return {
+        "current": current,
+        "new": sorted(set(manifest) - set(there)),
+        "changed": sorted(
+            name for name in manifest if name in there and there[name] != manifest[name]
+        ),
+        "removed": sorted(set(there) - set(manifest)),
+    }
+
+
+def place_release(
+    root: str,
+    release: str,
+    manifest: dict[str, dict[str, Any]],
+    about: dict[str, Any],
+) -> dict[str, Any]:
+    """Make what came in a release, if it is what was sent, file by file; its `release.json`.
+
+    manifest: {path: {"sha256": hex, "executable": bool}} of all files in `source` and `wheel`.
+    """
+    place = _root(root)
+    target = _release(place, release)
+    if target.exists():
+        raise Refused(f"release {release} is there already")
+    incoming = place / "incoming"
+    faults = _faults(incoming, manifest)
+    if faults:
+        more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+        raise Refused(f"what arrived is not what was sent: {'; '.join(faults[:3])}{more}")
+    about = {**about, "release": release, "placed": time.time(), "files": len(manifest)}
+    shutil.rmtree(incoming / "site", ignore_errors=True)
+    for wheel in sorted((incoming / "wheel").glob("*.whl")):
+        _unpack(wheel, incoming / "site")
+    _write(incoming / "manifest.json", json.dumps(manifest, sort_keys=True, indent=1) + "\n")
+    _write(incoming / "release.json", json.dumps(about, sort_keys=True, indent=1) + "\n")
+    _sync_tree(incoming)
+    incoming.rename(target)
+    _sync(place / "releases")
+    _sync(place)
+    return about
+
+
+def switch(root: str, release: str) -> dict[str, str | None]:
+    """Let `current` point at a release, at once; which it was before."""
+    place = _root(root)
+    if not (_release(place, release) / "release.json").is_file():
+        raise Refused(f"there is no release {release}")
+    before = _current(place)
+    new = place / f".current.{os.getpid()}"
+    with contextlib.suppress(FileNotFoundError):
+        new.unlink()
+    new.symlink_to(pathlib.Path("releases") / release)
+    new.replace(place / "current")
+    _sync(place)
+    return {"before": before, "current": release}
+
+
+def releases(root: str) -> dict[str, Any]:
+    """Every whole release, oldest first, with what is known of it; those cut short have no name."""
+    place = _root(root)
+    current = _current(place)
+    promoted = [entry["release"] for entry in _log(place) if entry.get("result") == "promoted"]
+    found = []
+    for folder in (place / "releases").glob("*"):
+        about = _json(folder / "release.json")
+        if about is None:
+            continue
+        found.append(
+            {
+                **about,
+                "current": folder.name == current,
+                "promoted": folder.name in promoted,
+                "bad": (folder / "bad.json").is_file(),
+            }
+        )
+    found.sort(key=lambda about: (about["placed"], about["release"]))
+    previous = next((name for name in reversed(promoted) if name != current), None)
+    return {"current": current, "previous": previous, "releases": found}
+
+
+def promoted(root: str, entry: dict[str, Any]) -> dict[str, Any]:
+    """Add one line to the promotion log, whole and on disk before this ends."""
+    place = _root(root)
+    entry = {**entry, "at": time.time()}
+    _append(place / "promotions.jsonl", entry)
+    return entry
+
+
+def mark_bad(root: str, release: str, why: str) -> dict[str, Any]:
+    """A release that failed; it is not promoted again without being asked for by name."""
+    folder = _release(_root(root), release)
+    if not folder.is_dir():
+        raise Refused(f"there is no release {release}")
+    about = {"why": why, "at": time.time()}
+    _write(folder / "bad.json", json.dumps(about) + "\n")
+    return about
+
+
+def prune(root: str, keep: int) -> dict[str, list[str]]:
+    """Remove old releases but the last `keep` that were promoted, the current and the previous one.
+
+    One that was never promoted goes once a younger one was, and a bad one does not count.
+    """
+    if keep < 1:
+        raise Refused(f"keep: expected 1 or more, got {keep}")
+    place = _root(root)
+    known = releases(root)
+    order = [entry["release"] for entry in _log(place) if entry.get("result") == "promoted"]
+    good = [one["release"] for one in known["releases"] if not one["bad"]]
+    last: list[str] = []
+    for name in reversed(order):
+        if name in good and name not in last:
+            last.append(name)
+    kept = {*last[:keep], known["current"], known["previous"]}
+    youngest = max(
+        (one["placed"] for one in known["releases"] if one["release"] in order), default=0.0
+    )
+    removed = []
+    for one in known["releases"]:
+        name = one["release"]
+        if name in kept or (name not in order and one["placed"] > youngest):
+            continue
+        # Out of sight first: a release that is half removed must not look like a whole one.
+        gone = place / "releases" / f".removed.{name}"
+        (place / "releases" / name).rename(gone)
+        removed.append(name)
+    for gone in (place / "releases").glob(".removed.*"):
+        shutil.rmtree(gone)
+    return {"removed": removed}
+
+
+def lock(root: str, owner: str, command: str, token: str) -> dict[str, Any]:
+    """Take the host's one lock. Refused, with whose it is, where somebody has it."""
+    place = _root(root)
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    mine = {"owner": owner, "command": command, "token": _digest(token), "at": time.time()}
+    new = place / f".lock.{os.getpid()}"
+    _write(new, json.dumps(mine) + "\n")
+    try:
+        os.link(new, place / "lock.json")  # whole at once, or refused: a rename would replace
+    except FileExistsError:
+        held = lock_holder(root)["holder"] or {}
+        raise Refused(
+            f"locked by {held.get('owner', 'somebody')} since {_when(held.get('at'))}: "
+            f"{held.get('command', 'unknown')}"
+        ) from None
+    finally:
+        new.unlink()
+    _sync(place)
+    return {"owner": owner}
+
+
+def unlock(root: str, token: str) -> dict[str, bool]:
+    """Give the lock back. Refused where it is not this token's, and nothing where there is none."""
+    place = _root(root)
+    held = _json(place / "lock.json")
+    if held is None:
+        return {"was_locked": False}
+    if held.get("token") != _digest(token):
+        raise Refused(
+            f"the lock is {held.get('owner', 'somebody')}'s, since {_when(held.get('at'))}"
+        )
+    (place / "lock.json").unlink()
+    _sync(place)
+    return {"was_locked": True}
+
+
+def break_lock(root: str, owner: str, at: float) -> dict[str, Any]:
+    """Remove the lock of `owner` since `at`, and no other that was taken since it was looked at."""
+    place = _root(root)
+    held = _json(place / "lock.json")
+    if held is None or (held.get("owner"), held.get("at")) != (owner, at):
+        raise Refused("the lock is another one by now, or gone")
+    (place / "lock.json").unlink()
+    _sync(place)
+    return {"broken": owner}
+
+
+def lock_holder(root: str) -> dict[str, Any]:
+    """Who has the lock, since when and for what; None where nobody has it."""
+    held = _json(_root(root) / "lock.json")
+    if held is not None:
+        held.pop("token", None)
+    return {"holder": held}
+
+
+def audit(root: str, entry: dict[str, Any]) -> dict[str, Any]:
+    """Add one line to the audit log."""
+    entry = {**entry, "at": time.time()}
+    _append(_root(root) / "audit.jsonl", entry)
+    return entry
+
+
+def _root(root: str) -> pathlib.Path:
+    place = pathlib.Path(root).expanduser()
+    if not place.is_absolute():
+        raise Refused(f"root: expected an absolute path, got {root!r}")
+    return place
+
+
+def _release(place: pathlib.Path, name: str) -> pathlib.Path:
+    if not _ID.fullmatch(name):
+        raise Refused(f"{name!r} cannot be a release's name")
+    return place / "releases" / name
+
+
+def _current(place: pathlib.Path) -> str | None:
+    try:
+        return (place / "current").readlink().name
+    except OSError:
+        return None
+
+
+def _faults(folder: pathlib.Path, manifest: dict[str, dict[str, Any]]) -> list[str]:
+    """What in `folder` is not as in `manifest`, in a few words each."""
+    found = set()
+    faults = []
+    sent = [path for part in ("source", "wheel") for path in sorted((folder / part).rglob("*"))]
+    for path in sent:
+        if path.is_dir() and not path.is_symlink():
+            continue
+        name = path.relative_to(folder).as_posix()
+        found.add(name)
+        wanted = manifest.get(name)
+        if wanted is None:
+            faults.append(f"{name!r} was not sent")
+        elif path.is_symlink() or not path.is_file():
+            faults.append(f"{name!r} is no plain file")
+        elif file_digest(path) != wanted["sha256"]:
+            faults.append(f"{name!r} has other content")
+        elif bool(path.stat().st_mode & stat.S_IXUSR) != wanted["executable"]:
+            faults.append(f"{name!r} has another mode")
+    faults += [f"{name!r} is missing" for name in sorted(set(manifest) - found)]
+    return faults
+
+
+def _unpack(wheel: pathlib.Path, site: pathlib.Path) -> None:
+    """A wheel of packages alone is its own installation, once it is unpacked."""
+    try:
+        with zipfile.ZipFile(wheel) as packed:
+            names = packed.namelist()
+            if any(name.startswith(("/", "..")) or "/../" in name for name in names):
+                raise Refused(f"{wheel.name} has a file outside of it")
+            if any(".data/" in name.partition("/")[0] + "/" for name in names):
+                raise Refused(f"{wheel.name} has scripts or data, which unpacking cannot install")
+            packed.extractall(site)
+    except zipfile.BadZipFile as error:
+        raise Refused(f"{wheel.name} is no wheel: {error}") from error
+
+
+def file_digest(path: pathlib.Path) -> str:
+    """SHA-256 of a file, in hex."""
+    digest = hashlib.sha256()
+    with path.open("rb") as given:
+        while block := given.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _digest(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def _json(path: pathlib.Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise Refused(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise Refused(f"{path}: expected an object")
+    return found
+
+
+def _log(place: pathlib.Path) -> list[dict[str, Any]]:
+    """The promotions, oldest first. A last line that was cut short by a crash never happened."""
+    try:
+        lines = (place / "promotions.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    found = []
+    for number, line in enumerate(lines):
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            if number + 1 == len(lines) and not line.endswith("\n"):
+                break
+            raise Refused(
+                f"{place / 'promotions.jsonl'}, line {number + 1}: expected JSON"
+            ) from None
+    return found
+
+
+def _append(path: pathlib.Path, entry: dict[str, Any]) -> None:
+    line = (json.dumps(entry, sort_keys=True) + "\n").encode()
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            os.ftruncate(descriptor, _last_whole(descriptor, size))
+        os.write(descriptor, line)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _last_whole(descriptor: int, size: int) -> int:
+    """Where the last whole line ends: what a crash cut short is written over."""
+    return os.pread(descriptor, size, 0).rfind(b"\n") + 1
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    """At once or not at all, for this user alone."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(part, "w", encoding="utf-8", opener=_private) as taken:
+            taken.write(text)
+            taken.flush()
+            os.fsync(taken.fileno())
+        part.replace(path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            part.unlink()
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _sync(folder: pathlib.Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_tree(folder: pathlib.Path) -> None:
+    """All of a folder on disk: a release that is in place must be whole after a power cut too."""
+    for path in [folder, *folder.rglob("*")]:
+        if not path.is_symlink():
+            _sync(path)
+
+
+def _when(at: Any) -> str:
+    if not isinstance(at, (int, float)):
+        return "an unknown time"
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
+
+
+_DOES = {
+    one.__name__: one
+    for one in (
+        prepare,
+        expect,
+        compare,
+        place_release,
+        switch,
+        releases,
+        promoted,
+        mark_bad,
+        prune,
+        lock,
+        unlock,
+        break_lock,
+        lock_holder,
+        audit,
+    )
+}
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """What a request comes to. Faults of the host, such as a full disk, are answers too."""
+    request = dict(request)
+    name = request.pop("do", None)
+    if name not in _DOES:
+        return {"error": f"cannot do {name!r}"}
+    try:
+        return {"done": _DOES[name](**request)}
+    except Refused as error:
+        return {"error": str(error)}
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return {"error": f"{where}{error.strerror or error}"}
+
+
+if __name__ == "__main__":
+    os.umask(0o077)
+    print(json.dumps(answer(json.load(sys.stdin))), flush=True)

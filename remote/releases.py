@@ -1,0 +1,125 @@
+"""The releases of one host: what `remote.agent`, which runs there, is asked to do."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from kdtree_engine.errors import ConfigError
+from remote.errors import TransportError, last_words
+from remote.transport import Transport
+
+__all__ = ["ReleaseRefused", "Releases"]
+
+_LIMIT_S = 120.0
+_SLOW_S = 900.0  # where many files are read or brought to disk
+_AGENT = pathlib.Path(__file__).with_name("agent.py")
+# The program comes by stdin, before the request: nothing is installed on the host for it.
+_BOOT = (
+    "import sys; size = int(sys.stdin.buffer.readline()); "
+    "exec(compile(sys.stdin.buffer.read(size), 'kd-agent', 'exec'), {'__name__': '__main__'})"
+)
+
+
+class ReleaseRefused(TransportError):
+    """The host says why it did not do what it was asked for. Nothing has changed there."""
+
+
+class Releases:
+    """What a host has under its root."""
+
+    def __init__(self, transport: Transport, *, python: str, root: str) -> None:
+        """python: path of any Python of the host, 3.9 or newer. root: as in the inventory."""
+        self._transport = transport
+        self._python = python
+        self._root = root
+
+    def prepare(self) -> dict[str, Any]:
+        """Make the folders. Returns root (absolute), current, free_bytes, rsync (its path)."""
+        return self._ask("prepare")
+
+    def expect(self, names: list[str]) -> int:
+        """Make room for these files; how many are there already, whole or not."""
+        return int(self._ask("expect", _SLOW_S, names=names)["kept"])
+
+    def compare(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """What a release of these files would change: current, new, changed, removed."""
+        return self._ask("compare", manifest=manifest)
+
+    def place(
+        self, release: str, manifest: Mapping[str, Any], about: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Make what has arrived a release, if it is what was sent; what its `release.json` says."""
+        return self._ask("place_release", _SLOW_S, release=release, manifest=manifest, about=about)
+
+    def switch(self, release: str) -> dict[str, Any]:
+        """Let `current` be this release, at once. Returns before and current."""
+        return self._ask("switch", release=release)
+
+    def known(self) -> dict[str, Any]:
+        """current, previous (promoted before it) and releases, oldest first."""
+        return self._ask("releases")
+
+    def promoted(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """Add to the promotion log."""
+        return self._ask("promoted", entry=entry)
+
+    def mark_bad(self, release: str, why: str) -> dict[str, Any]:
+        """Say of a release that it failed."""
+        return self._ask("mark_bad", release=release, why=why)
+
+    def prune(self, keep: int) -> list[str]:
+        """Remove old releases but the last `keep` promoted ones; which went."""
+        return list(self._ask("prune", _SLOW_S, keep=keep)["removed"])
+
+    def lock(self, *, owner: str, command: str, token: str) -> None:
+        """Take the host's lock. Raises ReleaseRefused, with whose it is."""
+        self._ask("lock", owner=owner, command=command, token=token)
+
+    def unlock(self, token: str) -> bool:
+        """Give it back; whether there was one. Raises ReleaseRefused where it is not this one's."""
+        return bool(self._ask("unlock", token=token)["was_locked"])
+
+    def lock_holder(self) -> dict[str, Any] | None:
+        """owner, command and at (Unix time) of the lock; None where nobody has it."""
+        holder: dict[str, Any] | None = self._ask("lock_holder")["holder"]
+        return holder
+
+    def break_lock(self, holder: Mapping[str, Any]) -> None:
+        """Remove the lock that `lock_holder` told of, and no other."""
+        self._ask("break_lock", owner=holder["owner"], at=holder["at"])
+
+    def audit(self, entry: Mapping[str, Any]) -> None:
+        """Add to the audit log."""
+        self._ask("audit", entry=entry)
+
+    def _ask(self, what: str, limit_s: float = _LIMIT_S, **request: Any) -> dict[str, Any]:
+        program = _AGENT.read_bytes()
+        asked = json.dumps({"do": what, "root": self._root, **request}).encode()
+        done = self._transport.run(
+            [self._python, "-I", "-c", _BOOT],
+            timeout=limit_s,
+            input=b"%d\n%s%s" % (len(program), program, asked),
+            check=False,
+        )
+        host = self._transport.host
+        if done.exit_code in (126, 127):
+            raise ConfigError(
+                f"host {host}: {self._python} is not there or cannot be run",
+                remedy="correct the host's `python` in remote/hosts.yaml",
+            )
+        # The last line, as a login message may come before it.
+        line = done.stdout.strip().rpartition("\n")[2]
+        try:
+            said = json.loads(line)
+        except ValueError:
+            raise TransportError(
+                f"host {host}: {what}: {self._python} ended with exit code {done.exit_code} and no "
+                f"answer{last_words(done.stderr, ': ')}"
+            ) from None
+        if "error" in said:
+            raise ReleaseRefused(f"host {host}: {what}: {said['error']}")
+        found: dict[str, Any] = said["done"]
+        return found

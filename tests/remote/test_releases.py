@@ -1,0 +1,343 @@
+"""What a host does with its releases: the real program, sent through the local transport."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import json
+import pathlib
+import sys
+import zipfile
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from remote import releases as client
+from remote.agent import file_digest
+from remote.errors import TransportError
+from remote.local import LocalTransport
+from remote.releases import ReleaseRefused, Releases
+
+HOSTILE = ["two words", "it's $(id)", "-n", "new\nline", "ü", "a;b", '"', "..."]
+
+# At its n-th change of anything below the root, the program is killed: no handler runs, no buffer
+# is written.
+_KILLED = """
+import os, sys
+left = {count}
+changes = ('os.rename', 'os.mkdir', 'os.remove', 'os.rmdir', 'os.link', 'os.symlink', 'os.truncate')
+def hook(event, arguments):
+    global left
+    writes = event == 'open' and (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR)
+    if (event in changes or writes) and {root!r} in os.fsdecode(str(arguments)):
+        left -= 1
+        if left < 0:
+            os._exit(137)
+sys.addaudithook(hook)
+"""
+
+
+@pytest.fixture
+def root(tmp_path: pathlib.Path) -> pathlib.Path:
+    return tmp_path / "a root" / "it's $HOME"
+
+
+@pytest.fixture
+def host(root: pathlib.Path) -> Iterator[Releases]:
+    transport = LocalTransport()
+    yield Releases(transport, python=sys.executable, root=str(root))
+    transport.close()
+
+
+def arrives(root: pathlib.Path, files: dict[str, bytes]) -> dict[str, Any]:
+    """Put files where a transfer puts them; their manifest."""
+    manifest = {}
+    for name, content in files.items():
+        path = root / "incoming" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        manifest[name] = {"sha256": file_digest(path), "executable": False}
+    return manifest
+
+
+def placed(host: Releases, root: pathlib.Path, release: str, text: str = "text") -> None:
+    host.prepare()
+    manifest = arrives(root, {"source/file": text.encode()})
+    host.place(release, manifest, {"revision": release})
+
+
+def test_what_arrived_becomes_a_release(host: Releases, root: pathlib.Path) -> None:
+    assert host.prepare()["current"] is None
+    files = {f"source/{name}/{name}": name.encode() for name in HOSTILE}
+    about = host.place("first", arrives(root, files), {"revision": "abc"})
+    assert (about["release"], about["revision"], about["files"]) == ("first", "abc", len(HOSTILE))
+    for name, content in files.items():
+        assert (root / "releases/first" / name).read_bytes() == content
+    (known,) = host.known()["releases"]
+    assert known["release"] == "first"
+    assert [known[what] for what in ("current", "promoted", "bad")] == [False] * 3
+    assert not (root / "incoming").exists()
+    modes = {path.stat().st_mode & 0o077 for path in root.rglob("*.json")}
+    assert modes | {root.stat().st_mode & 0o077} == {0}, "for this user alone"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda folder: (folder / "source/file").write_text("other"), "'source/file' has other"),
+        (lambda folder: (folder / "source/file").unlink(), "'source/file' is missing"),
+        (lambda folder: (folder / "source/more").write_text(""), "'source/more' was not sent"),
+        (lambda folder: (folder / "source/file").chmod(0o700), "'source/file' has another mode"),
+        (
+            lambda folder: [
+                (folder / "source/file").unlink(),
+                (folder / "source/file").symlink_to("/etc/hostname"),
+            ],
+            "'source/file' is no plain file",
+        ),
+    ],
+)
+def test_what_is_not_what_was_sent_is_no_release(
+    host: Releases, root: pathlib.Path, spoil: Any, says: str
+) -> None:
+    host.prepare()
+    manifest = arrives(root, {"source/file": b"text"})
+    spoil(root / "incoming")
+    with pytest.raises(ReleaseRefused, match=says):
+        host.place("first", manifest, {})
+    assert host.known()["releases"] == []
+
+
+def test_the_wheel_is_unpacked_before_the_release_is_there(
+    host: Releases, root: pathlib.Path
+) -> None:
+    host.prepare()
+    (root / "incoming/wheel").mkdir(parents=True)
+    wheel = root / "incoming/wheel/engine-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as packed:
+        packed.writestr("engine/__init__.py", "value = 7\n")
+    manifest = {
+        "wheel/engine-1-py3-none-any.whl": {"sha256": file_digest(wheel), "executable": False}
+    }
+    host.place("first", manifest, {})
+    assert (root / "releases/first/site/engine/__init__.py").read_text() == "value = 7\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("../evil.py", "outside of it"), ("engine-1.data/scripts/x", "scripts or data")],
+)
+def test_a_wheel_that_unpacking_cannot_install_is_refused(
+    host: Releases, root: pathlib.Path, name: str, says: str
+) -> None:
+    host.prepare()
+    (root / "incoming/wheel").mkdir(parents=True)
+    wheel = root / "incoming/wheel/e.whl"
+    with zipfile.ZipFile(wheel, "w") as packed:
+        packed.writestr(name, "")
+    manifest = {"wheel/e.whl": {"sha256": file_digest(wheel), "executable": False}}
+    with pytest.raises(ReleaseRefused, match=says):
+        host.place("first", manifest, {})
+    assert host.known()["releases"] == []
+    assert not list(root.parent.rglob("evil.py"))
+
+
+def test_current_is_switched(host: Releases, root: pathlib.Path) -> None:
+    placed(host, root, "first")
+    placed(host, root, "second")
+    assert host.switch("first") == {"before": None, "current": "first"}
+    assert host.switch("second") == {"before": "first", "current": "second"}
+    assert (root / "current/source/file").is_file()
+    with pytest.raises(ReleaseRefused, match="there is no release third"):
+        host.switch("third")
+    assert host.known()["current"] == "second"
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../x", "-x", "a\nb", "x" * 101])
+def test_a_release_has_a_plain_name(host: Releases, root: pathlib.Path, name: str) -> None:
+    host.prepare()
+    with pytest.raises(ReleaseRefused, match="cannot be a release's name"):
+        host.place(name, {}, {})
+    with pytest.raises(ReleaseRefused, match="cannot be a release's name"):
+        host.switch(name)
+
+
+def test_previous_is_what_the_promotion_log_says(host: Releases, root: pathlib.Path) -> None:
+    for name in ("a", "b", "c"):
+        placed(host, root, name)
+        host.switch(name)
+        host.promoted({"release": name, "result": "promoted" if name != "b" else "failed"})
+    known = host.known()
+    assert (known["current"], known["previous"]) == ("c", "a")
+    assert [one["promoted"] for one in known["releases"]] == [True, False, True]
+
+
+def test_a_line_that_a_crash_cut_short_never_happened(host: Releases, root: pathlib.Path) -> None:
+    placed(host, root, "a")
+    host.promoted({"release": "a", "result": "promoted"})
+    log = root / "promotions.jsonl"
+    with log.open("a") as taken:
+        taken.write('{"release": "b", "resu')
+    assert host.known()["previous"] == "a"
+    host.promoted({"release": "c", "result": "promoted"})
+    assert [json.loads(line)["release"] for line in log.read_text().splitlines()] == ["a", "c"]
+    log.write_text("nonsense\n" + log.read_text())
+    with pytest.raises(ReleaseRefused, match=r"promotions\.jsonl, line 1: expected JSON"):
+        host.known()
+
+
+def test_old_releases_go_and_what_is_needed_stays(host: Releases, root: pathlib.Path) -> None:
+    for name in ("a", "b", "never", "c", "bad", "d", "e", "waiting"):
+        placed(host, root, name)
+        if name not in ("never", "waiting"):
+            host.switch(name)
+            host.promoted({"release": name, "result": "promoted"})
+    host.mark_bad("bad", "wrong tokens")
+    host.switch("b")
+    assert host.prune(2) == ["a", "never", "c", "bad"]
+    # The last two that were promoted and are good; current; what came before; what waits.
+    assert [one["release"] for one in host.known()["releases"]] == ["b", "d", "e", "waiting"]
+    assert host.prune(2) == []
+    with pytest.raises(ReleaseRefused, match="keep: expected 1 or more, got 0"):
+        host.prune(0)
+
+
+def test_one_at_a_time_has_the_lock(host: Releases) -> None:
+    host.lock(owner="ann@there", command="kd promote 3", token="one")
+    with pytest.raises(ReleaseRefused, match=r"locked by ann@there since \d{4}-.* kd promote 3"):
+        host.lock(owner="bob@here", command="kd rollback", token="two")
+    with pytest.raises(ReleaseRefused, match="the lock is ann@there's"):
+        host.unlock("two")
+    holder = host.lock_holder()
+    assert holder is not None
+    assert "token" not in holder
+    assert host.unlock("one")
+    assert not host.unlock("one")
+    assert host.lock_holder() is None
+
+
+def test_a_lock_is_broken_only_as_it_was_looked_at(host: Releases) -> None:
+    host.lock(owner="ann", command="x", token="one")
+    holder = host.lock_holder()
+    assert holder is not None
+    host.unlock("one")
+    host.lock(owner="ann", command="x", token="other")
+    with pytest.raises(ReleaseRefused, match="another one by now"):
+        host.break_lock(holder)
+    now = host.lock_holder()
+    assert now is not None
+    host.break_lock(now)
+    assert host.lock_holder() is None
+
+
+def test_a_release_that_half_came_keeps_what_is_wanted(host: Releases, root: pathlib.Path) -> None:
+    host.prepare()
+    arrives(root, {"source/a/kept": b"1", "source/b/old": b"2", "release.json": b"{}"})
+    assert host.expect(["source/a/kept", "source/c/new"]) == 1
+    left = [path for path in (root / "incoming").rglob("*") if path.is_file()]
+    assert [path.name for path in left] == ["kept"]
+    assert not (root / "incoming/source/b").exists()
+
+
+def test_what_would_change_is_told_and_nothing_is_written(
+    host: Releases, root: pathlib.Path
+) -> None:
+    host.prepare()
+    first = arrives(root, {"source/same": b"1", "source/old": b"2", "source/text": b"3"})
+    host.place("first", first, {})
+    host.switch("first")
+    wanted = {name: first[name] for name in ("source/same",)}
+    wanted["source/text"] = first["source/text"] | {"sha256": "0" * 64}
+    wanted["source/new"] = first["source/old"]
+    before = sorted(root.rglob("*"))
+    assert host.compare(wanted) == {
+        "current": "first",
+        "new": ["source/new"],
+        "changed": ["source/text"],
+        "removed": ["source/old"],
+    }
+    assert sorted(root.rglob("*")) == before
+
+
+def test_nothing_is_written_where_there_is_nothing_yet(host: Releases, root: pathlib.Path) -> None:
+    assert host.compare({"source/a": {}})["new"] == ["source/a"]
+    assert not root.exists()
+
+
+def test_faults_of_the_host_are_one_line(host: Releases, root: pathlib.Path) -> None:
+    root.parent.mkdir(parents=True)
+    root.write_text("a file is in the way")
+    with pytest.raises(ReleaseRefused, match=r"prepare: .*: File exists"):
+        host.prepare()
+    relative = Releases(LocalTransport(), python=sys.executable, root="somewhere")
+    with pytest.raises(ReleaseRefused, match="root: expected an absolute path, got 'somewhere'"):
+        relative.prepare()
+
+
+def killed_at(monkeypatch: pytest.MonkeyPatch, root: pathlib.Path, count: int) -> None:
+    hook = _KILLED.format(count=count, root=str(root))
+    monkeypatch.setattr(client, "_BOOT", f"{hook}\n{_BOOT}")
+
+
+_BOOT = client._BOOT
+
+
+@pytest.mark.parametrize("what", ["place", "switch", "promoted", "lock", "prune", "mark_bad"])
+def test_killed_at_any_step_nothing_is_lost(
+    host: Releases, root: pathlib.Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Killed at its first change, at its second ...; then the same again, which has to do it."""
+    for name in ("a", "b", "c"):
+        placed(host, root, name)
+        host.switch(name)
+        host.promoted({"release": name, "result": "promoted"})
+    manifest = arrives(root, {"source/file": b"new", "source/other": b"more"})
+    for count in itertools.count():
+        assert count < 60
+        killed_at(monkeypatch, root, count)
+        release = f"new{count}"
+        done: dict[str, Any] = {
+            "place": lambda release=release: host.place(release, manifest, {}),
+            "switch": lambda: host.switch("b"),
+            "promoted": lambda: host.promoted({"release": "b", "result": "promoted"}),
+            "lock": lambda: host.lock(owner="ann", command="x", token="one"),
+            "prune": lambda: host.prune(1),
+            "mark_bad": lambda: host.mark_bad("a", "why"),
+        }
+        survived = True
+        try:
+            done[what]()
+        except TransportError as error:
+            survived = False
+            killed = str(error)
+        monkeypatch.setattr(client, "_BOOT", _BOOT)
+        known = host.known()  # whatever happened, it can be read, and is one of two states
+        assert known["current"] in ("b", "c")
+        assert (root / "current/source/file").is_file()
+        for one in known["releases"]:
+            source = root / "releases" / one["release"] / "source"
+            assert len(list(source.iterdir())) == one["files"]
+        if survived:
+            assert count > 0
+            break
+        assert "exit code 137" in killed
+        if what == "place" and any(one["release"] == release for one in known["releases"]):
+            break  # the last step was done, and its answer lost
+        if what == "lock" and host.lock_holder() is not None:
+            host.unlock("one")
+    assert not list((root / "releases").glob(".removed.*")) or what != "prune"
+
+
+def test_two_at_once_get_one_lock(root: pathlib.Path) -> None:
+    def take(number: int) -> bool:
+        one = Releases(LocalTransport(), python=sys.executable, root=str(root))
+        try:
+            one.lock(owner=str(number), command="x", token=str(number))
+        except ReleaseRefused:
+            return False
+        return True
+
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        assert sum(pool.map(take, range(6))) == 1
+    assert not list(root.glob(".lock*"))

@@ -1,0 +1,230 @@
+"""A checkout brought to a host by the real rsync, and a release made of it."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import zipfile
+from typing import Any
+
+import pytest
+
+from kdtree_engine.errors import ConfigError, MissingError
+from remote import sync
+from remote.errors import TransportError
+from remote.local import LocalTransport
+from remote.releases import ReleaseRefused, Releases
+from remote.sync import deliver, new_release_name, tracked_files
+
+pytestmark = pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not on PATH")
+NAMES = ["plain.py", "two words", "it's $(id)", "-n", "ü/new\nline", "a/b/c.txt", ":x", "empty"]
+
+
+@pytest.fixture
+def checkout(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A git checkout whose files have names that a shell would stumble over."""
+    folder = tmp_path / "check out"
+    for name in NAMES:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("" if name == "empty" else f"{name}\n" * 50)
+    (folder / "plain.py").chmod(0o755)
+    for line in (["init", "-q"], ["add", "-A"]):
+        subprocess.run(["git", *line], cwd=folder, check=True)
+    (folder / "untracked").write_text("stays here")
+    return folder
+
+
+@pytest.fixture
+def wheel(tmp_path: pathlib.Path) -> pathlib.Path:
+    path = tmp_path / "engine-1-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as packed:
+        packed.writestr("engine.py", "value = 7\n")
+    return path
+
+
+@pytest.fixture
+def root(tmp_path: pathlib.Path) -> pathlib.Path:
+    return tmp_path / "it's root"
+
+
+def send(
+    checkout: pathlib.Path, wheel: pathlib.Path, root: pathlib.Path, release: str
+) -> dict[str, Any]:
+    transport = LocalTransport()
+    return deliver(
+        transport,
+        Releases(transport, python=sys.executable, root=str(root)),
+        checkout=checkout,
+        wheel=wheel,
+        release=release,
+        about={"revision": "abc"},
+    )
+
+
+def switch(root: pathlib.Path, release: str) -> None:
+    Releases(LocalTransport(), python=sys.executable, root=str(root)).switch(release)
+
+
+def test_what_git_knows_arrives_and_nothing_else(
+    checkout: pathlib.Path, wheel: pathlib.Path, root: pathlib.Path
+) -> None:
+    about = send(checkout, wheel, root, "first")
+    assert (about["revision"], about["files"]) == ("abc", len(NAMES) + 1)
+    source = root / "releases/first/source"
+    sent = sorted(
+        path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()
+    )
+    assert sent == sorted(NAMES)
+    for name in NAMES:
+        assert (source / name).read_bytes() == (checkout / name).read_bytes()
+    assert (source / "plain.py").stat().st_mode & 0o777 == 0o700
+    assert (source / "two words").stat().st_mode & 0o777 == 0o600
+    assert (root / "releases/first/site/engine.py").is_file()
+
+
+def test_what_has_not_changed_takes_no_room(
+    checkout: pathlib.Path, wheel: pathlib.Path, root: pathlib.Path
+) -> None:
+    send(checkout, wheel, root, "first")
+    switch(root, "first")
+    (checkout / "two words").write_text("changed")
+    (checkout / "a/b/c.txt").unlink()
+    send(checkout, wheel, root, "second")
+    first, second = (root / "releases" / name / "source" for name in ("first", "second"))
+    assert (first / "plain.py").stat().st_ino == (second / "plain.py").stat().st_ino
+    assert (second / "two words").read_text() == "changed"
+    assert (first / "two words").read_text() != "changed"
+    assert not (second / "a").exists()
+
+
+def test_a_transfer_that_broke_off_is_taken_up_again(
+    checkout: pathlib.Path,
+    wheel: pathlib.Path,
+    root: pathlib.Path,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """rsync is killed when it has sent three files; one more lies there from another checkout."""
+    real = shutil.which("rsync")
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "rsync").write_text(
+        f"#!/bin/bash\nhead -z -n 3 | {real} \"$@\"\necho 'rsync: killed' >&2\nkill -9 $$\n"
+    )
+    (tools / "rsync").chmod(0o755)
+    path = os.environ["PATH"]
+    monkeypatch.setenv("PATH", f"{tools}:{path}")
+    with pytest.raises(TransportError, match="rsync ended with exit code -9: rsync: killed; the n"):
+        send(checkout, wheel, root, "first")
+    monkeypatch.setenv("PATH", path)
+    came = [one for one in (root / "incoming/source").rglob("*") if one.is_file()]
+    assert len(came) == 3
+    (root / "incoming/source/left over").write_text("of another try")
+    notes: list[str] = []
+    transport = LocalTransport()
+    host = Releases(transport, python=sys.executable, root=str(root))
+    assert host.known()["releases"] == []
+    deliver(
+        transport,
+        host,
+        checkout=checkout,
+        wheel=wheel,
+        release="first",
+        about={},
+        note=notes.append,
+    )
+    assert "sends, 3 are there" in notes
+    assert not (root / "releases/first/source/left over").exists()
+
+
+def test_a_file_that_changes_while_it_is_sent_is_no_release(
+    checkout: pathlib.Path,
+    wheel: pathlib.Path,
+    root: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = sync._rsync
+
+    def meanwhile(*arguments: Any) -> None:
+        (checkout / "two words").write_text("edited meanwhile")
+        real(*arguments)
+
+    monkeypatch.setattr(sync, "_rsync", meanwhile)
+    with pytest.raises(ReleaseRefused, match="'source/two words' has other content"):
+        send(checkout, wheel, root, "first")
+
+
+def test_too_little_room_is_said_before_anything_is_sent(
+    checkout: pathlib.Path,
+    wheel: pathlib.Path,
+    root: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sync, "_ROOM", 1e12)
+    with pytest.raises(TransportError, match=r"has \d+ MiB free, \d+ MiB are needed"):
+        send(checkout, wheel, root, "first")
+    assert not list((root / "incoming").iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small file system")
+def test_a_full_disk_is_one_line_and_leaves_current_alone(
+    checkout: pathlib.Path,
+    wheel: pathlib.Path,
+    root: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(root)], check=False
+    )
+    if mounted.returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        send(checkout, wheel, root, "first")
+        switch(root, "first")
+        (checkout / "big").write_bytes(os.urandom(1 << 20))
+        subprocess.run(["git", "add", "big"], cwd=checkout, check=True)
+        monkeypatch.setattr(sync, "_ROOM", 0)
+        with pytest.raises(TransportError, match=r"rsync ended .*No space left on device") as error:
+            send(checkout, wheel, root, "second")
+        assert "\n" not in str(error.value)
+        assert (root / "current/source/plain.py").is_file()
+        subprocess.run(["git", "rm", "-q", "--cached", "big"], cwd=checkout, check=True)
+        send(checkout, wheel, root, "third")  # what had come of it is out of the way
+    finally:
+        subprocess.run(["umount", str(root)], check=True)
+
+
+def test_no_rsync_on_the_host_is_one_line(
+    checkout: pathlib.Path,
+    wheel: pathlib.Path,
+    root: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = Releases.prepare
+    monkeypatch.setattr(Releases, "prepare", lambda self: real(self) | {"rsync": None})
+    with pytest.raises(MissingError, match="host local: rsync is not on PATH"):
+        send(checkout, wheel, root, "first")
+
+
+def test_a_link_in_the_checkout_is_refused(checkout: pathlib.Path) -> None:
+    (checkout / "link").symlink_to("plain.py")
+    subprocess.run(["git", "add", "link"], cwd=checkout, check=True)
+    with pytest.raises(ConfigError, match="link: expected a plain file"):
+        tracked_files(checkout)
+
+
+def test_a_folder_without_git_is_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ConfigError, match="its files cannot be listed: fatal: not a git rep"):
+        tracked_files(tmp_path)
+
+
+def test_names_of_releases_sort_by_time() -> None:
+    name = new_release_name("5f30ea020753aa83", dirty=False)
+    assert name.endswith("Z-5f30ea0")
+    assert new_release_name(None, dirty=True).endswith("-unknown-changed")
+    assert name[:8].isdigit()
