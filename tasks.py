@@ -939,6 +939,68 @@ def hosts_list(as_json: bool) -> None:
     )
 
 
+@cli.command("deploy")
+@_host_option
+@click.option("--dry-run", is_flag=True, help="Say what would change there, and write nothing.")
+@_json_option
+def deploy(host_name: str, dry_run: bool, as_json: bool) -> None:
+    """Send this checkout and its kernels to a host, as a release there.
+
+    What git knows is sent, as it is in the working tree, and the engine's wheel with the library
+    that `kd build` made. What arrived is held against hashes before it is a release. The live
+    service is not touched; validation there and promotion are not written yet.
+    """
+    from remote.connection import connect
+    from remote.deploy import Deployment
+
+    checkout = _checkout()
+    host = _host(host_name)
+    deployment = Deployment(checkout.root, checkout.revision())
+    with contextlib.closing(connect(host)) as transport:
+        if dry_run:
+            found = deployment.preview(transport, host)
+            if as_json:
+                _print_json(found)
+                return
+            for what in ("new", "changed", "removed"):
+                for name in found[what]:
+                    click.echo(f"{what:<8} {name.removeprefix('source/')}")
+            return
+        placed = deployment.run(transport, host, note=lambda text: click.echo(text, err=True))
+    if as_json:
+        _print_json(placed)
+    else:
+        click.echo(placed["release"])
+
+
+@cli.command("releases")
+@_host_option
+@_json_option
+def releases(host_name: str, as_json: bool) -> None:
+    """The releases of a host, oldest first."""
+    from remote.connection import connect
+    from remote.deploy import releases_of
+
+    host = _host(host_name)
+    with contextlib.closing(connect(host)) as transport:
+        known = releases_of(transport, host).known()
+    if as_json:
+        _print_json(known)
+        return
+    _print_table(
+        ("release", "revision", "by", "is"),
+        [
+            (
+                one["release"],
+                (one.get("revision") or "unknown")[:12] + ("+" if one.get("changed") else ""),
+                str(one.get("by", "")),
+                ", ".join(what for what in ("current", "promoted", "bad") if one[what]),
+            )
+            for one in known["releases"]
+        ],
+    )
+
+
 @cli.command("completion")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
-from collections.abc import Mapping
+import secrets
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kdtree_engine.errors import ConfigError
@@ -81,6 +83,23 @@ class Releases:
     def unlock(self, token: str) -> bool:
         """Give it back; whether there was one. Raises ReleaseRefused where it is not this one's."""
         return bool(self._ask("unlock", token=token)["was_locked"])
+
+    @contextlib.contextmanager
+    def locked(self, *, owner: str, command: str) -> Iterator[None]:
+        """Have the lock inside the `with` block.
+
+        Where the host cannot be reached at its end, the lock stays, and the error that ends the
+        block goes before that one.
+        """
+        token = secrets.token_hex(16)
+        self.lock(owner=owner, command=command, token=token)
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(TransportError):
+                self.unlock(token)
+            raise
+        self.unlock(token)
 
     def lock_holder(self) -> dict[str, Any] | None:
         """owner, command and at (Unix time) of the lock; None where nobody has it."""

@@ -1,0 +1,102 @@
+"""`kd deploy`: a checkout and the engine's wheel become a release of a host."""
+
+from __future__ import annotations
+
+import dataclasses
+import getpass
+import pathlib
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from kdtree_engine.build import require_current
+from kdtree_engine.errors import MissingError
+from kdtree_engine.library import LIBRARY_NAME
+from remote.inventory import Host
+from remote.releases import Releases
+from remote.sync import Manifest, deliver, manifest_of, new_release_name, tracked_files
+from remote.transport import Transport
+from remote.wheel import make_wheel
+
+__all__ = ["Deployment", "releases_of"]
+
+
+def releases_of(transport: Transport, host: Host) -> Releases:
+    """The releases of a host, looked after by the Python that the inventory names for it."""
+    return Releases(transport, python=host.python or sys.executable, root=host.root)
+
+
+@dataclasses.dataclass(frozen=True)
+class Deployment:
+    """One checkout on its way to one host.
+
+    revision: its commit, and whether it differs from it; None where that is not known.
+    """
+
+    checkout: pathlib.Path
+    revision: tuple[str | None, bool | None]
+
+    def require_library(self, host: Host) -> None:
+        """Raises where the host has a GPU and the wheel would lack the kernels for it."""
+        if host.cuda_arch is None:
+            return
+        library = self._engine / "kdtree_engine" / "lib" / LIBRARY_NAME
+        if not library.is_file():
+            raise MissingError(
+                f"host {host.name} has a GPU ({host.cuda_arch}), and there is no kernel library",
+                remedy="run `kd build`",
+            )
+        require_current(library)
+
+    def preview(self, transport: Transport, host: Host) -> dict[str, Any]:
+        """What the checkout would change there: current, new, changed, removed. Writes nothing.
+
+        The wheel is left out: it would have to be built to be compared.
+        """
+        wanted: Manifest = manifest_of(self.checkout, tracked_files(self.checkout), under="source")
+        found = releases_of(transport, host).compare(wanted)
+        found["removed"] = [name for name in found["removed"] if name.startswith("source/")]
+        return found
+
+    def run(
+        self,
+        transport: Transport,
+        host: Host,
+        *,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> dict[str, Any]:
+        """Build the wheel, send everything and place it; what `release.json` says of it.
+
+        The live service and `current` are not touched. Two deployments at once share the folder
+        that things arrive in, so the host's lock is held meanwhile.
+        """
+        self.require_library(host)
+        releases = releases_of(transport, host)
+        commit, changed = self.revision
+        release = new_release_name(commit, dirty=bool(changed))
+        by = f"{getpass.getuser()}@{socket.gethostname()}"
+        with (
+            tempfile.TemporaryDirectory(prefix="kd-deploy-") as scratch,
+            releases.locked(owner=by, command=f"kd deploy --host {host.name}"),
+        ):
+            note("builds the wheel")
+            names = tracked_files(self._engine)
+            wheel = make_wheel(self._engine, names, pathlib.Path(scratch))
+            about = {"revision": commit, "changed": changed, "by": by, "wheel": wheel.name}
+            placed = deliver(
+                transport,
+                releases,
+                checkout=self.checkout,
+                wheel=wheel,
+                release=release,
+                about=about,
+                note=note,
+            )
+            releases.audit({"did": "deploy", "by": by, "release": release, "result": "placed"})
+        return placed
+
+    @property
+    def _engine(self) -> pathlib.Path:
+        return self.checkout / "kdtree-engine"

@@ -1,0 +1,116 @@
+"""A checkout that becomes a release of this machine, by way of `kd deploy`'s own parts."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from kdtree_engine.build import CompileError
+from kdtree_engine.errors import MissingError
+from remote.deploy import Deployment, releases_of
+from remote.inventory import LocalHost
+from remote.local import LocalTransport
+from remote.releases import ReleaseRefused
+
+pytest.importorskip("setuptools.command.bdist_wheel", reason="needs setuptools 70.1 or newer")
+pytestmark = pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not on PATH")
+
+
+@pytest.fixture
+def checkout(tmp_path: pathlib.Path) -> pathlib.Path:
+    """As small as a checkout can be that has an engine."""
+    folder = tmp_path / "checkout"
+    engine = folder / "kdtree-engine"
+    (engine / "kdtree_engine").mkdir(parents=True)
+    (folder / "README.md").write_text("read me\n")
+    (engine / "kdtree_engine/__init__.py").write_text("value = 7\n")
+    (engine / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n'
+        '[project]\nname = "kdtree-engine"\nversion = "1"\n'
+    )
+    for line in (["init", "-q"], ["add", "-A"]):
+        subprocess.run(["git", *line], cwd=folder, check=True)
+    return folder
+
+
+@pytest.fixture
+def host(tmp_path: pathlib.Path) -> LocalHost:
+    return LocalHost(name="here", kind="local", root=str(tmp_path / "root"))
+
+
+@pytest.mark.slow
+def test_a_release_has_all_that_a_service_imports(
+    checkout: pathlib.Path, host: LocalHost, tmp_path: pathlib.Path
+) -> None:
+    deployment = Deployment(checkout, ("5f30ea020753", True))
+    notes: list[str] = []
+    about = deployment.run(LocalTransport(), host, note=notes.append)
+    assert about["release"].endswith("-5f30ea0-changed")
+    assert notes[0] == "builds the wheel"
+    placed = tmp_path / "root/releases" / about["release"]
+    value = subprocess.run(
+        [sys.executable, "-c", "import kdtree_engine; print(kdtree_engine.value)"],
+        env={**os.environ, "PYTHONPATH": str(placed / "site")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert value.stdout == "7\n"
+    assert (placed / "source/README.md").is_file()
+    releases = releases_of(LocalTransport(), host)
+    assert releases.lock_holder() is None
+    assert releases.known()["current"] is None, "it is placed, and not switched to"
+    (line,) = (tmp_path / "root/audit.jsonl").read_text().splitlines()
+    assert json.loads(line)["release"] == about["release"]
+
+
+def test_a_preview_writes_nothing(
+    checkout: pathlib.Path, host: LocalHost, tmp_path: pathlib.Path
+) -> None:
+    found = Deployment(checkout, (None, None)).preview(LocalTransport(), host)
+    assert "source/README.md" in found["new"]
+    assert not (tmp_path / "root").exists()
+
+
+def test_one_deployment_at_a_time(checkout: pathlib.Path, host: LocalHost) -> None:
+    releases = releases_of(LocalTransport(), host)
+    releases.lock(owner="ann", command="kd deploy", token="hers")
+    with pytest.raises(ReleaseRefused, match="locked by ann"):
+        Deployment(checkout, (None, None)).run(LocalTransport(), host)
+    holder = releases.lock_holder()
+    assert holder is not None
+    assert holder["owner"] == "ann"
+
+
+@pytest.mark.slow
+def test_a_deployment_that_fails_gives_the_lock_back(
+    checkout: pathlib.Path, host: LocalHost, tmp_path: pathlib.Path
+) -> None:
+    (checkout / "kdtree-engine/pyproject.toml").write_text("[project]\nname = 1\n")
+    with pytest.raises(CompileError, match="the wheel could not be built"):
+        Deployment(checkout, (None, None)).run(LocalTransport(), host)
+    releases = releases_of(LocalTransport(), host)
+    assert releases.lock_holder() is None
+    assert releases.known()["releases"] == []
+
+
+def test_a_gpu_host_wants_the_kernels(
+    checkout: pathlib.Path, host: LocalHost, tmp_path: pathlib.Path
+) -> None:
+    gpu = host.model_copy(update={"cuda_arch": "sm_120"})
+    deployment = Deployment(checkout, (None, None))
+    with pytest.raises(MissingError, match=r"has a GPU \(sm_120\), and there is no kernel library"):
+        deployment.run(LocalTransport(), gpu)
+    library = checkout / "kdtree-engine/kdtree_engine/lib/libkdtree_engine.so"
+    library.parent.mkdir()
+    library.write_bytes(b"of other sources")
+    with pytest.raises(CompileError, match="was not built from"):
+        deployment.run(LocalTransport(), gpu)
+    assert not (tmp_path / "root").exists()
