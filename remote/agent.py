@@ -13,6 +13,7 @@ one line of JSON, `{"done": ...}` or `{"error": TEXT}`. So no name from here eve
     ROOT/current                   a symbolic link to releases/ID
     ROOT/promotions.jsonl          each promotion, in order: the one truth about what came before
     ROOT/lock.json                 who changes something right now
+    ROOT/service                   what starts the service, and its log
 
 Each step is one rename, so that whoever is killed leaves the state before it or the state after it.
 """
@@ -24,8 +25,10 @@ import hashlib
 import json
 import os
 import pathlib
+import pwd
 import re
 import shutil
+import signal
 import stat
 import sys
 import time
@@ -50,6 +53,7 @@ def prepare(root: str) -> dict[str, Any]:
         "current": _current(place),
         "free_bytes": shutil.disk_usage(place).free,
         "rsync": shutil.which("rsync"),
+        "user": pwd.getpwuid(os.getuid()).pw_name,
     }
 
 
@@ -263,6 +267,37 @@ def lock_holder(root: str) -> dict[str, Any]:
     return {"holder": held}
 
 
+def put_service(root: str, name: str, text: str) -> dict[str, str]:
+    """Write one file of the service's folder, at once and for this user alone."""
+    if not _ID.fullmatch(name):
+        raise Refused(f"{name!r} cannot be a file of the service")
+    folder = _root(root) / "service"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _write(folder / name, text)
+    return {"path": str(folder / name)}
+
+
+def group_of(root: str, pid: int) -> dict[str, list[int]]:
+    """Processes that live in the group or session that `pid` leads or led."""
+    found = []
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            # What stands in brackets is the name, and may hold anything.
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if fields[0] != "Z" and pid in (int(fields[2]), int(fields[3])):
+                found.append(int(folder.name))
+    return {"processes": sorted(found)}
+
+
+def kill_group(root: str, pid: int) -> dict[str, list[int]]:
+    """Kill what `group_of` finds."""
+    found = group_of(root, pid)
+    for process in found["processes"]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    return found
+
+
 def audit(root: str, entry: dict[str, Any]) -> dict[str, Any]:
     """Add one line to the audit log."""
     entry = {**entry, "at": time.time()}
@@ -444,6 +479,9 @@ _DOES = {
         unlock,
         break_lock,
         lock_holder,
+        put_service,
+        group_of,
+        kill_group,
         audit,
     )
 }

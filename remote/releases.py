@@ -110,6 +110,18 @@ class Releases:
         """Remove the lock that `lock_holder` told of, and no other."""
         self._ask("break_lock", owner=holder["owner"], at=holder["at"])
 
+    def put_service(self, name: str, text: str) -> None:
+        """Write one file of the service's folder."""
+        self._ask("put_service", name=name, text=text)
+
+    def group_of(self, pid: int) -> list[int]:
+        """The processes that live in the group or session of `pid`."""
+        return list(self._ask("group_of", pid=pid)["processes"])
+
+    def kill_group(self, pid: int) -> None:
+        """Kill those processes."""
+        self._ask("kill_group", pid=pid)
+
     def audit(self, entry: Mapping[str, Any]) -> None:
         """Add to the audit log."""
         self._ask("audit", entry=entry)
