@@ -329,14 +329,16 @@ def verify(
     as_json: bool,
 ) -> None:
     """Run every gate that has not passed with the code as it is now."""
-    from phases.runner import select, unproven
+    from phases.evidence import Platform
+    from phases.runner import engine_environment, select, unproven
 
     phases = _phases()
-    _host(host_name)
+    machine = _local_machine(host_name)
+    platform = Platform.of(machine, engine_environment())
     known = _store(_checkout()).newest(phases, host_name, socket.gethostname())
-    selection, fresh = unproven(select(phases), {} if everything else known)
+    selection, fresh = unproven(select(phases), {} if everything else known, platform)
     if selection:
-        record = _run(selection, host_name, fail_fast, seed, as_json)
+        record = _run(selection, host_name, fail_fast, seed, as_json, machine)
         ctx.exit(_report(record, phases, require, as_json, fresh))
     if as_json:
         _print_json({"exit_code": 0, "gates": [], "fresh": [entry.gate for entry in fresh]})
@@ -601,10 +603,9 @@ def serve(
     from phases.registry import find_phase
     from phases.serve import require_sglang, serve_line
     from phases.service import server_python
-    from remote.connection import connect
 
     host = _host(host_name)
-    connect(host).close()
+    _require_local(host)
     service = host.service
     line = serve_line(
         find_phase(_phases(), wanted),
@@ -1054,27 +1055,44 @@ def _machine_of(host_name: str) -> Machine:
     host = _host(host_name)
     transport = connect(host)
     try:
-        return read_facts(transport, host.python or sys.executable)
+        machine = read_facts(transport, host.python or sys.executable)
     finally:
         transport.close()
+    if host.kind == "local" and host.python is None:
+        from phases.service import server_sglang
+
+        machine = dataclasses.replace(machine, sglang=server_sglang())
+    return machine
 
 
 def _local_machine(host_name: str) -> Machine:
     """This machine, after making sure that `host_name` means this machine."""
-    from remote.connection import connect
-
-    connect(_host(host_name)).close()
+    _require_local(_host(host_name))
     return _this_machine()
 
 
+def _require_local(host: Any) -> None:
+    """Raises MissingError for a host that is reached over SSH."""
+    if host.kind != "local":
+        raise MissingError(
+            f"host {host.name} is another machine, and this runs here alone",
+            remedy=f"run it on {host.name}",
+        )
+
+
 def _run(
-    selection: Sequence[Any], host_name: str, fail_fast: bool, seed: int, as_json: bool
+    selection: Sequence[Any],
+    host_name: str,
+    fail_fast: bool,
+    seed: int,
+    as_json: bool,
+    machine: Machine | None = None,
 ) -> Record:
     from phases import runner
 
     checkout = _checkout()
     store = _store(checkout)
-    machine = _local_machine(host_name)
+    machine = machine or _local_machine(host_name)
     try:
         with _Watch(len(selection)) as watch:
             return runner.run(

@@ -110,6 +110,11 @@ class Platform(_Model):
             environment=environment,
         )
 
+    def may_be(self, other: Platform) -> bool:
+        """Whether they are the same, as far as this says: older proofs know nothing of SGLang."""
+        known = self if self.sglang else self.model_copy(update={"sglang": other.sglang})
+        return known == other
+
 
 class Proof(_Model):
     """That every correctness gate of a phase passed on a host. `Store.prove` alone makes one."""
@@ -184,7 +189,7 @@ class Record(_Model):
             proof = gate.proof
             if proof and proof.host != self.host:
                 raise ValueError(f"the proof of {gate.gate} is from another host, {proof.host}")
-            if proof and proof.platform != self.platform:
+            if proof and not proof.platform.may_be(self.platform):
                 raise ValueError(f"the proof of {gate.gate} is from another machine or driver")
         names = [gate.gate for gate in self.gates]
         if len(set(names)) < len(names):
@@ -402,7 +407,7 @@ class Store:
             elif not known.proves or known.gate.content is None:
                 stale = ", and the code has changed since" if known.stale else ""
                 lacking.append(f"{gate.name} {known.gate.status}{stale}")
-            elif known.record.platform != platform:
+            elif not known.record.platform.may_be(platform):
                 lacking.append(
                     f"{gate.name} passed with another GPU, driver, CUDA, torch, SGLang or "
                     "environment"

@@ -61,11 +61,13 @@ _ENTRIES = {
     Requirement.SGLANG: _Entry(
         _has_sglang,
         "SGLang is not installed",
-        "pip install -e '.[sglang]' -e ./kdtree-engine",
+        "pip install -e '.[sglang]' -e ./kdtree-engine, or name a Python that has it in "
+        "KD_SGLANG_PYTHON",
     ),
     Requirement.SERVICE: _Entry(
         _has_sglang,
         "no SGLang server can be started, as SGLang is not installed",
-        "pip install -e '.[sglang]' -e ./kdtree-engine",
+        "pip install -e '.[sglang]' -e ./kdtree-engine, or name a Python that has it in "
+        "KD_SGLANG_PYTHON",
     ),
 }

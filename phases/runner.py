@@ -24,6 +24,7 @@ from phases.evidence import (
     Evidence,
     FigureRecord,
     GateRecord,
+    Platform,
     Proof,
     Record,
     Store,
@@ -34,7 +35,7 @@ from phases.gate import Gate, GateKind, Status
 from phases.phase import Phase
 from phases.worker import Outcome, run_gate
 
-__all__ = ["Event", "Selection", "run", "select", "unproven"]
+__all__ = ["Event", "Selection", "engine_environment", "run", "select", "unproven"]
 
 Selection = Sequence[tuple[Phase, Gate]]
 
@@ -62,17 +63,27 @@ def select(phases: Iterable[Phase], only: Iterable[str] = ()) -> list[tuple[Phas
 
 
 def unproven(
-    selection: Selection, known: Mapping[str, Evidence]
+    selection: Selection, known: Mapping[str, Evidence], platform: Platform
 ) -> tuple[list[tuple[Phase, Gate]], list[GateRecord]]:
-    """The gates that have not passed with the code as it is, and the entries of those that have."""
+    """The gates that have not passed with the code as it is, and the entries of those that have.
+
+    platform: this machine's. What passed with another GPU, driver, torch or SGLang does not count.
+    """
     to_run = [
         (phase, gate)
         for phase, gate in selection
-        if gate.name not in known or not known[gate.name].proves
+        if gate.name not in known
+        or not known[gate.name].proves
+        or not known[gate.name].record.platform.may_be(platform)
     ]
     names = {gate.name for _, gate in to_run}
     fresh = [known[gate.name].gate for _, gate in selection if gate.name not in names]
     return to_run, fresh
+
+
+def engine_environment() -> dict[str, str]:
+    """The variables that choose what the engine runs: evidence holds for these values alone."""
+    return {name: os.environ[name] for name in os.environ if name.startswith("KDTREE_")}
 
 
 def run(
@@ -104,9 +115,7 @@ def run(
             command=tuple(command),
             host=host,
             machine=machine,
-            environment={
-                name: os.environ[name] for name in os.environ if name.startswith("KDTREE_")
-            },
+            environment=engine_environment(),
             revision=revision,
             dirty=dirty,
             seed=seed,

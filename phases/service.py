@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -37,6 +38,7 @@ __all__ = [
 
 Tokens = tuple[int, ...]
 
+_ASK_LIMIT_S = 30.0
 _HARMLESS = ("Failed to get yes/no token IDs",)
 """SGLang says so of every model without a tokenizer."""
 
@@ -267,23 +269,37 @@ def server_python() -> str:
 
 
 def server_sglang() -> str | None:
-    """The release of SGLang that `server_python` has; None where it has none, or does not run."""
+    """The release of SGLang that `server_python` has; None where it has none or says none."""
     return _sglang_of(server_python())
 
 
 @functools.cache
 def _sglang_of(python: str) -> str | None:
     try:
-        asked = subprocess.run(
+        asked = subprocess.Popen(
             [python, "-c", "import importlib.metadata as m; print(m.version('sglang'))"],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
-    except (OSError, subprocess.TimeoutExpired):
+    except OSError:
         return None
-    return asked.stdout.strip() or None if asked.returncode == 0 else None
+    try:
+        said, _ = asked.communicate(timeout=_ASK_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(asked.pid, signal.SIGKILL)  # a wrapper's children too
+        asked.wait()
+        if asked.stdout is not None:
+            asked.stdout.close()
+    # The last line, as a warning may come before it.
+    lines = said.decode(errors="replace").split("\n")
+    release = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    right = asked.returncode == 0 and re.fullmatch(r"\d[\w.+!-]*", release, re.ASCII)
+    return release if right else None
 
 
 def incomplete(answers: Sequence[Answer], new_tokens: int) -> str | None:

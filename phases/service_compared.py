@@ -84,8 +84,8 @@ def ask_servers(
     model = scale.write_model(ctx.scratch / "model", ctx.seed, scale.vocabulary, LAYERS)
     together = _Together(ctx, chosen)
 
-    def ask(number: int, variant: Variant) -> Asked:
-        note = together.note(number, variant)
+    def ask(variant: Variant) -> Asked:
+        note = together.note(variant)
         note("starts")
         log = ctx.scratch / f"{variant.name}.log"
         with launched(
@@ -128,38 +128,44 @@ class _Together:
         }
         self._ctx = ctx
         self._lock = threading.Lock()
-        self._failed: list[Exception] = []
+        self._failed: list[BaseException] = []
 
-    def run(self, ask: Callable[[int, Variant], Asked], *, at_once: int) -> dict[Variant, Asked]:
+    def run(self, ask: Callable[[Variant], Asked], *, at_once: int) -> dict[Variant, Asked]:
         """`ask` of each variant; raises what the first one raised."""
 
-        def guarded(number: int, variant: Variant) -> Asked:
+        def guarded(variant: Variant) -> Asked:
             try:
-                return ask(number, variant)
-            except Exception as error:
-                with self._lock:
-                    self._failed.append(error)
+                return ask(variant)
+            except BaseException as error:
+                self._fail(error)
                 if not self.done[variant].done():
                     self.done[variant].set_exception(error)
                 raise
 
         with concurrent.futures.ThreadPoolExecutor(max_workers=at_once) as pool:
-            asked = {
-                variant: pool.submit(guarded, number, variant)
-                for number, variant in enumerate(self.done)
-            }
+            asked = {variant: pool.submit(guarded, variant) for variant in self.done}
+            try:
+                concurrent.futures.wait(asked.values())
+            except BaseException as error:  # Ctrl-C ends the servers as a failure does
+                self._fail(error)
+                raise
         if self._failed:
             raise self._failed[0]
         return {variant: one.result() for variant, one in asked.items()}
 
-    def note(self, number: int, variant: Variant) -> Callable[[str], None]:
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._failed.append(error)
+
+    def note(self, variant: Variant) -> Callable[[str], None]:
         """What tells the progress of one server, and ends it where another has failed."""
 
         def say(text: str) -> None:
             with self._lock:
                 if self._failed:
                     raise _Ended(f"{variant.name}: ended, as another server failed")
-                self._ctx.progress(number, len(self.done), f"{variant.name}: {text}")
+                ended = sum(one.done() for one in self.done.values())
+                self._ctx.progress(ended, len(self.done), f"{variant.name}: {text}")
 
         return say
 

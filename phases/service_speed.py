@@ -289,15 +289,27 @@ def ratio(ours: Served, other: Served, length: int) -> float | None:
     return one.tokens_per_second / two.tokens_per_second if one and two else None
 
 
-def step_ratio(ours: Served, other: Served, length: int) -> float | None:
-    """How many times as fast `ours` verifies a tree at a length; None where one verifies none.
+def _untried(served: Served, nodes: int) -> str | None:
+    """Where a server with trees of `nodes` did not accept as such a server does; None: nowhere."""
+    for one in served.speeds:
+        if not 1 < one.accept_length <= nodes:
+            return (
+                f"at {one.length} tokens {served.variant.name} accepts {one.accept_length:.2f} "
+                f"tokens a verification, expected more than 1 and at most {nodes}: its trees were "
+                "not tried"
+            )
+    return None
+
+
+def step_ratio(ours: Served, other: Served, length: int) -> float:
+    """How many times as fast `ours` verifies a tree at a length; 0 where one verifies none.
 
     Tokens a second alone would count a drafter's luck too: an answer that comes out otherwise from
     time to time, as stock Triton's do, leaves several texts with the drafter, and less is accepted.
     """
     one, two = ours.at(length), other.at(length)
     if one is None or two is None or not (one.step_seconds and two.step_seconds):
-        return None
+        return 0.0
     return two.step_seconds / one.step_seconds
 
 
@@ -344,15 +356,18 @@ def judged_speeds(
                 Figure(f"{name}: capture memory", served.capture.memory_bytes, Unit.BYTES),
             ]
     demand_tokens(ours, alone, speed_bound(scale), figures)
+    for served in (ours, stock):
+        if problem := _untried(served, nodes):
+            raise GateFailure(FailureKind.TOKEN_MISMATCH, problem, figures)
     missed = [
         f"at {length} tokens {reached:.2f} times as fast as {what}{how}, expected {bar:g}"
         for what, other, bars in against
         for length, bar in bars.items()
         for how, reached in (
             ("", ratio(ours, other, length) or 0.0),
-            (" by the step", step_ratio(ours, other, length)),
+            *(((" by the step", step_ratio(ours, other, length)),) if other is stock else ()),
         )
-        if reached is not None and reached < bar
+        if not reached >= bar
     ]
     if missed:
         raise GateFailure(FailureKind.TOO_SLOW, "; ".join(missed), figures)

@@ -21,7 +21,14 @@ from phases.gate import FailureKind, Figure, GateFailure
 from phases.service import Answer, Service, ServiceFailed, Tokens, plain_text
 from phases.service_tokens import Comparison, Difference, bound_at, compare_answer
 
-__all__ = ["Traffic", "demand_traffic", "leaks_in", "mixed_prompts", "run_traffic"]
+__all__ = [
+    "Traffic",
+    "demand_traffic",
+    "leaks_in",
+    "mixed_prompts",
+    "room_for_aborted",
+    "run_traffic",
+]
 
 _WORKERS = 8
 _IDLE_LIMIT_S = 60.0
@@ -52,6 +59,15 @@ def mixed_prompts(vocabulary: int, longest: int, count: int, seed: int) -> list[
     return prompts
 
 
+def room_for_aborted(nodes: int) -> int:
+    """How many tokens more than was asked for an aborted answer may have.
+
+    SGLang does not cut those: the tree that was verified last may have given more, and one that was
+    under way.
+    """
+    return 2 * nodes
+
+
 def run_traffic(
     service: Service,
     prompts: Sequence[Tokens],
@@ -60,12 +76,14 @@ def run_traffic(
     seconds: float,
     bounds: Mapping[int, float],
     seed: int,
+    nodes: int,
     workers: int = _WORKERS,
     note: Callable[[str], None] = lambda text: None,
 ) -> Traffic:
     """`workers` callers for so long; then the checks that nothing runs and nothing is held.
 
-    reference: an answer to each prompt, with its likely tokens; no request asks for more tokens.
+    reference: an answer to each prompt, with its likely tokens, `room_for_aborted` longer than the
+        longest that is asked for. nodes: of the server's trees.
     bounds: as in `service_tokens.compare`; a prompt between two lengths takes the longer one's.
     Raises GateFailure for a leak, ServiceFailed for a request that failed, an abort among them.
     """
@@ -74,17 +92,15 @@ def run_traffic(
     counts: collections.Counter[str] = collections.Counter()
     differences: list[Difference] = []
     lock = threading.Lock()
+    beyond = room_for_aborted(nodes)
+    longest = max(1, len(reference[0].tokens) - beyond)
 
     def count(numbers: Sequence[int], wanted: int, answers: Sequence[Answer], *, cut: bool) -> None:
         for number, answer in zip(numbers, answers, strict=True):
             ended_early = cut and answer.ending == "abort"
-            # SGLang does not cut an aborted answer at the number that was asked for: the tree that
-            # was verified last may have given more.
-            most = len(reference[number].tokens) if ended_early else wanted
-            expected = dataclasses.replace(
-                reference[number], tokens=reference[number].tokens[:most]
-            )
-            got = answer.tokens[:most] if ended_early else answer.tokens
+            whole, got = reference[number], answer.tokens
+            most = wanted + beyond if ended_early else wanted
+            expected = dataclasses.replace(whole, tokens=whole.tokens[:most])
             where = f"traffic, prompt {number}"
             bound = bound_at(bounds, len(prompts[number]))
             same, difference = compare_answer(where, got, expected, bound, partial=ended_early)
@@ -103,7 +119,7 @@ def run_traffic(
         while time.monotonic() < deadline:
             turn += 1
             numbers = [draw.randrange(len(prompts)) for _ in range(draw.choice((1, 1, 2, 4)))]
-            wanted = draw.randint(1, len(reference[0].tokens))
+            wanted = draw.randint(1, longest)
             kind = draw.random()
             if kind < 0.15:
                 numbers = numbers[:1]

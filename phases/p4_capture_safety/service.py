@@ -11,7 +11,13 @@ from phases.service_compared import Turn, ask_servers, compared
 from phases.service_graphs import ARGUMENTS, ENVIRONMENT, Replays, replays_in
 from phases.service_scale import GPU, Scale, Start, kernel, plain, triton
 from phases.service_tokens import LIKELY, demand, figures_of, rounding, tie_bounds
-from phases.service_traffic import Traffic, demand_traffic, mixed_prompts, run_traffic
+from phases.service_traffic import (
+    Traffic,
+    demand_traffic,
+    mixed_prompts,
+    room_for_aborted,
+    run_traffic,
+)
 
 __all__ = ["LONGEST_TRAFFIC_S", "graph_tokens", "traffic_seconds"]
 
@@ -59,6 +65,7 @@ def graph_tokens(
     least = _FULL_TRAFFIC_S if seconds is None else seconds
     prompts = mixed_prompts(scale.vocabulary, longest or scale.distinct, _PROMPTS, ctx.seed)
     chosen = (plain(), kernel(_NODES), kernel(33), triton(_NODES))
+    longest_answer = scale.new_tokens + room_for_aborted(_NODES)
     expected: list[Answer] = []
     traffic: list[Traffic] = []
     broken: list[GateFailure] = []
@@ -67,8 +74,8 @@ def graph_tokens(
         if turn.variant == plain():
             for first in range(0, len(prompts), max(scale.batches)):
                 some = prompts[first : first + max(scale.batches)]
-                answers = turn.service.answers(some, scale.new_tokens, likely=LIKELY)
-                if problem := incomplete(answers, scale.new_tokens):
+                answers = turn.service.answers(some, longest_answer, likely=LIKELY)
+                if problem := incomplete(answers, longest_answer):
                     raise GateFailure(
                         FailureKind.TOKEN_MISMATCH,
                         f"{turn.variant.name}, prompts of traffic: {problem}",
@@ -85,6 +92,7 @@ def graph_tokens(
                         seconds=lasting,
                         bounds=tie_bounds(noise, scale.dtype),
                         seed=ctx.seed,
+                        nodes=_NODES,
                         note=lambda text: turn.note(f"traffic: {text}"),
                     )
                 )
@@ -93,17 +101,22 @@ def graph_tokens(
             except ServiceFailed as error:
                 broken.append(GateFailure(FailureKind.LAUNCH, f"traffic: {error}"))
 
-    found = ask_servers(
-        ctx,
-        chosen,
-        scale=scale,
-        graphs=True,
-        start=start,
-        extra=_PADDED if scale.graphs else (),
-        more=ARGUMENTS,
-        environment=ENVIRONMENT,
-        then=then,
-    )
+    try:
+        found = ask_servers(
+            ctx,
+            chosen,
+            scale=scale,
+            graphs=True,
+            start=start,
+            extra=_PADDED if scale.graphs else (),
+            more=ARGUMENTS,
+            environment=ENVIRONMENT,
+            then=then,
+        )
+    except Exception as error:
+        if broken:  # a leak, say, tells more than what another server died of
+            raise broken[0] from error
+        raise
     comparisons, bounds, figures = compared(found, scale=scale)
     comparisons += [mixed.comparison for mixed in traffic]
     figures = [*figures_of(comparisons, bounds), *figures]

@@ -50,8 +50,10 @@ def test_two_ranks_give_the_tokens_of_no_speculation(tmp_path: pathlib.Path) -> 
     for figure in figures:
         print(f"{figure.name}: {figure.value:g}")
     for one in comparisons:
+        if one.stock:
+            continue
         assert [str(found) for found in one.differences if not found.near_tie] == []
-        assert one.stock or one.tokens > one.wanted / 2, "too little was compared"
+        assert one.tokens > one.wanted / 2, "too little was compared"
     ours = found[kernel(9)]
     said = [line for line in ours.log.splitlines() if "kdtree_mla: SGLang" in line]
     print("\n".join(said))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 from typing import Any
@@ -256,6 +257,26 @@ def test_a_kept_record_is_found_by_its_name_and_proves_nothing_here(
     assert store.machines() == []
     assert store.newest([sample_gates.phase(1, right_gate())], "local", "bench-1") == {}
     assert store.among([kept], [sample_gates.phase(1, right_gate())])["right"].gate == entry()
+
+
+def test_a_platform_has_one_release_of_sglang() -> None:
+    """A record that knows of none holds for any: what it shows did not need it."""
+    machine = dataclasses.replace(sample_gates.MACHINE, sglang="0.5.23")
+    with_it = Platform.of(machine, {})
+    assert with_it.sglang == "0.5.23"
+    assert with_it.may_be(with_it)
+    assert not with_it.may_be(with_it.model_copy(update={"sglang": "0.5.17"}))
+    assert not with_it.may_be(with_it.model_copy(update={"sglang": None}))
+    unknown = with_it.model_copy(update={"sglang": None})
+    assert unknown.may_be(with_it)
+    assert not unknown.may_be(with_it.model_copy(update={"driver": "another"}))
+
+
+def test_a_proof_older_than_that_is_still_read() -> None:
+    """Made where SGLang was installed, before a proof said so."""
+    machine = dataclasses.replace(sample_gates.MACHINE, sglang="0.5.23")
+    speed = entry(gate="sample-speed", kind=GateKind.SPEED, figures=(TIME,), proof=PROOF)
+    assert record(entry(), speed, machine=machine).gates[1].proof == PROOF
 
 
 def test_a_kept_record_has_no_path_of_the_machine(store: Store, tmp_path: pathlib.Path) -> None:

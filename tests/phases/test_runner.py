@@ -181,10 +181,15 @@ def test_verify_runs_what_has_not_passed_with_this_code_and_not_again_what_has(
     start, store: Store
 ) -> None:
     phases = phase(0, Gate("right", "", sample_gates.passes), Gate("bad", "", sample_gates.fails))
-    start(phases)
-    to_run, fresh = unproven(select([phases]), store.newest([phases], "local", "bench-1"))
+    platform = start(phases).platform
+    known = store.newest([phases], "local", "bench-1")
+    to_run, fresh = unproven(select([phases]), known, platform)
     assert [gate.name for _, gate in to_run] == ["bad"]
     assert [entry.gate for entry in fresh] == ["right"]
+    other = platform.model_copy(update={"driver": "another"})
+    to_run, fresh = unproven(select([phases]), known, other)
+    assert len(to_run) == 2
+    assert fresh == []
 
 
 def test_fail_fast_stops_and_leaves_no_entry_for_what_did_not_run(start) -> None:

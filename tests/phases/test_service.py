@@ -262,9 +262,36 @@ def test_which_python_has_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_servers_sglang_is_asked_of_its_python(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, body in (("has", "echo 0.5.17"), ("lacks", "exit 1"), ("silent", "true")):
+    for name, body in (
+        ("has", "echo 0.5.17"),
+        ("warns", "echo 'a warning: 1.2'; echo 0.5.23.post1; echo"),
+        ("lacks", "echo 0.5.17; exit 1"),
+        ("silent", "true"),
+        ("talks", "echo no version"),
+        ("junk", "printf '\\377\\n'"),
+    ):
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    for name, release in (("has", "0.5.17"), ("lacks", None), ("silent", None), ("absent", None)):
+    found = {}
+    for name in ("has", "warns", "lacks", "silent", "talks", "junk", "absent", "."):
         monkeypatch.setenv("KD_SGLANG_PYTHON", str(tmp_path / name))
-        assert server_sglang() == release, name
+        found[name] = server_sglang()
+    assert {name: one for name, one in found.items() if one} == {
+        "has": "0.5.17",
+        "warns": "0.5.23.post1",
+    }
+
+
+def test_a_python_that_hangs_has_no_sglang_and_leaves_nothing_behind(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hangs").write_text(f"#!/bin/sh\nsleep 600 & echo $! > {tmp_path}/child\nwait\n")
+    (tmp_path / "hangs").chmod(0o755)
+    monkeypatch.setattr("phases.service._ASK_LIMIT_S", 0.5)
+    monkeypatch.setenv("KD_SGLANG_PYTHON", str(tmp_path / "hangs"))
+    assert server_sglang() is None
+    child = pathlib.Path("/proc") / (tmp_path / "child").read_text().strip()
+    deadline = time.monotonic() + 5
+    while child.exists() and "Z" not in (child / "stat").read_text().rpartition(")")[2].split()[0]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

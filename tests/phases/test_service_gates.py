@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 import time
@@ -93,7 +94,7 @@ def test_what_traffic_is_held_against_must_be_whole(
         return [dataclasses.replace(one, tokens=()) for one in found] if drawn else found
 
     monkeypatch.setattr(FakeService, "answers", answers)
-    with pytest.raises(GateFailure, match="prompts of traffic: answer 0: expected 12 tokens"):
+    with pytest.raises(GateFailure, match="prompts of traffic: answer 0: expected 30 tokens"):
         in_graphs(ctx, FakeStart())
 
 
@@ -204,6 +205,34 @@ def test_servers_end_where_another_one_fails(ctx: Context, side_by_side: bool) -
     assert side_by_side or len(start.started) == 1, "the others are not started any more"
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), RuntimeError("odd")])
+def test_whatever_ends_a_server_is_what_comes_out(ctx: Context, error: BaseException) -> None:
+    """No other server waits for it for ever, as the traffic does for the reference's answers."""
+
+    class Dies(FakeStart):
+        @contextlib.contextmanager
+        def __call__(self, arguments: Any, **options: Any) -> Any:
+            if "kdtree_mla" not in arguments and "NGRAM" not in arguments:
+                raise error
+            with super().__call__(arguments, **options) as service:
+                yield service
+
+    begun = time.monotonic()
+    with pytest.raises(type(error)):
+        graphs.graph_tokens(ctx, scale=SCALE, start=Dies(), seconds=600.0)
+    assert time.monotonic() - begun < 30
+
+
+def test_a_leak_is_told_where_another_server_dies_later(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phases.service_traffic._IDLE_LIMIT_S", 0.1)
+    scale = dataclasses.replace(SCALE, side_by_side=False)
+    start = FakeStart("leaks", "triton-trees does not start")
+    with pytest.raises(GateFailure, match="KV slots are in use"):
+        graphs.graph_tokens(ctx, scale=scale, start=start, seconds=1.0)
+
+
 def test_one_after_the_other_finds_the_same(ctx: Context) -> None:
     by_turns, at_once = (
         gpu_host.tokens_of_service(
@@ -248,10 +277,40 @@ def test_speeds_are_held_against_their_bars(ctx: Context) -> None:
     assert e.value.figures
 
 
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("none accepted", "kdtree_mla-9 accepts 1.00 tokens a verification, expected more than 1"),
+        ("not counted", "kdtree_mla-9 accepts 0.00 tokens a verification"),
+    ],
+)
+def test_trees_that_were_not_tried_have_no_speed(ctx: Context, fault: str, says: str) -> None:
+    start = FakeStart(fault, seconds=FAST)
+    with pytest.raises(GateFailure, match=says) as caught:
+        eager_speed(ctx, scale=SCALE, start=start, new_tokens=40, bars={64: 0.01})
+    assert caught.value.kind is FailureKind.TOKEN_MISMATCH
+
+
+def test_no_speculation_has_a_bar_of_its_own(ctx: Context) -> None:
+    with pytest.raises(
+        GateFailure, match=r"at 64 tokens .* as fast as no speculation, expected 1"
+    ) as e:
+        graph_speed(
+            ctx,
+            scale=SCALE,
+            start=FakeStart(seconds=FAST),
+            new_tokens=40,
+            times_triton={},
+            times_plain={64: 1000.0},
+        )
+    found = {figure.name for figure in e.value.figures}
+    assert {"kdtree_mla-9: capture", "kdtree_mla-9: capture memory", "triton-9 step at 32"} <= found
+
+
 def test_a_drafter_that_accepts_more_does_not_hide_a_slower_step(ctx: Context) -> None:
     """9 tokens in 2.7 ms against 5 in 2 ms: more tokens a second, and slower all the same."""
     seconds = {"kdtree_mla-trees": 0.0003, "triton-trees": 0.0004, "triton": 0.0004}
-    start = FakeStart("all accepted", seconds=seconds)
+    start = FakeStart("most accepted", seconds=seconds)
     with pytest.raises(GateFailure, match=r"at 64 tokens 0\.\d+ times .* triton by the step") as e:
         eager_speed(ctx, scale=SCALE, start=start, new_tokens=200, bars={64: 1.0})
     found = {figure.name: figure.value for figure in e.value.figures}

@@ -31,9 +31,9 @@ def traffic(
     path.write_text(log)
     right: Any = FakeService(path, "triton", 1, (), 0.0)
     server: Any = FakeService(path, "kdtree_mla-trees", 9, faults, 0.0005)
-    reference = right.answers(PROMPTS, 8, likely=4)
+    reference = right.answers(PROMPTS, 26, likely=4)
     return run_traffic(
-        server, PROMPTS, reference, seconds=seconds, bounds={9: 0.01}, seed=1, workers=3
+        server, PROMPTS, reference, seconds=seconds, bounds={9: 0.01}, seed=1, nodes=9, workers=3
     )
 
 
@@ -111,6 +111,41 @@ def test_a_caller_that_ran_out_of_time_has_hung_up(
 def test_a_wrong_token_is_found(tmp_path: pathlib.Path) -> None:
     with pytest.raises(GateFailure, match="answers differ beyond rounding; traffic, prompt"):
         demand(traffic(tmp_path, "late token").comparison)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda tokens: (*tokens[:-1], 999), "999 for"),
+        (lambda tokens: (*tokens, *[1] * 40), "beyond the reference's end|not among the likely"),
+    ],
+)
+def test_an_aborted_answer_is_held_against_the_reference_too(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, change: Any, says: str
+) -> None:
+    """Its tokens must be right, and no more than the last trees can have given."""
+    right = FakeService.answers
+
+    def answers(self: FakeService, *asked: Any, names: Any = None, **options: Any) -> Any:
+        found = right(self, *asked, names=names, **options)
+        return [
+            dataclasses.replace(one, tokens=change(one.tokens)) if one.ending == "abort" else one
+            for one in found
+        ]
+
+    monkeypatch.setattr(FakeService, "answers", answers)
+    found = traffic(tmp_path)
+    assert found.aborted > 0
+    with pytest.raises(GateFailure, match=says):
+        demand(found.comparison)
+
+
+def test_an_aborted_answer_may_have_more_than_was_asked_for(tmp_path: pathlib.Path) -> None:
+    """As `FakeService` gives for prompts of odd length; it is compared to its end."""
+    found = traffic(tmp_path, seconds=1.5)
+    assert found.aborted > 1
+    demand(found.comparison)
+    assert found.comparison.tokens == found.comparison.wanted
 
 
 def test_slots_that_stay_in_use_have_leaked(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import pathlib
 import random
 import threading
@@ -142,10 +143,13 @@ class FakeService:
             tokens.append(second if wrong else first)
         steps = 0
         if self._nodes > 1:
-            accepted = self._nodes if "all accepted" in self.faults else (1 + self._nodes) / 2
+            accepted = self._nodes if "most accepted" in self.faults else (1 + self._nodes) / 2
             accepted = 1 if "none accepted" in self.faults else accepted
-            steps = max(1, round((count - 1) / accepted))
+            steps = max(1, math.ceil((count - 1) / accepted))
+            if "all accepted" in self.faults:
+                steps = max(1, (count - 1) // self._nodes)
             self._print(steps)
+            steps = 0 if "not counted" in self.faults else steps
         beyond, tokens, told = tokens, tokens[:count], told[:count]
         if "empty" in self.faults:
             return Answer((), verified=steps)

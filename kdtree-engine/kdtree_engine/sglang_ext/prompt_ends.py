@@ -29,39 +29,42 @@ class _Prompt:
     def __iter__(self) -> Iterator[int]:
         return iter(self._tokens[-self._count :])
 
-
-class _Request:
-    """A request, read only, with the end of its prompt."""
-
-    def __init__(self, request: Any, count: int) -> None:
-        self._request = request
-        self.origin_input_ids = _Prompt(request.origin_input_ids, count)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._request, name)
+    def __getitem__(self, place: Any) -> Any:
+        return self._tokens[place]
 
 
-class _Batch:
-    """A batch, read only, of such requests."""
+class _StandIn:
+    """Something with a few attributes of its own; the others, set ones too, are the original's."""
 
-    def __init__(self, batch: Any, count: int) -> None:
-        self._batch = batch
-        self.reqs = [_Request(request, count) for request in batch.reqs]
+    def __init__(self, original: Any, **own: Any) -> None:
+        vars(self).update(own, _original=original)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._batch, name)
+        if name.startswith("__"):  # as of a copy that has nothing yet
+            raise AttributeError(name)
+        return getattr(self._original, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._original, name, value)
+
+
+def _ended(batch: Any, count: int) -> Any:
+    requests = [
+        _StandIn(request, origin_input_ids=_Prompt(request.origin_input_ids, count))
+        for request in batch.reqs
+    ]
+    return _StandIn(batch, reqs=requests)
 
 
 def given_ends(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """`method(worker, batch)` of an n-gram worker, which then lists the ends of prompts alone.
 
-    It may list no more of a prompt than its last `worker.max_trie_depth` tokens count for, and set
-    nothing on the batch or its requests.
+    Listed, a prompt has its last `worker.max_trie_depth` tokens; its length and its items are true.
     """
 
     @functools.wraps(method)
     def called(worker: Any, batch: Any) -> Any:
-        return method(worker, _Batch(batch, worker.max_trie_depth))
+        return method(worker, _ended(batch, worker.max_trie_depth))
 
     setattr(called, _MARK, True)
     return called

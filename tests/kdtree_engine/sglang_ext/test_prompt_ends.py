@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import copy
 import random
 import types
 from typing import Any
@@ -63,6 +64,29 @@ def test_no_more_than_the_end_is_listed() -> None:
     worker = Worker()
     given_ends(Worker.read)(worker, given)
     assert max(worker.listed) == DEPTH
+
+
+def test_what_else_a_worker_asks_for_is_the_originals() -> None:
+    """Items of a prompt, other attributes, and what is set."""
+
+    def asks(worker: Worker, batch: Any) -> Any:
+        request = batch.reqs[0]
+        request.seen = True
+        batch.flag = len(request.origin_input_ids)
+        return request.origin_input_ids[-2:], request.origin_input_ids[0], copy.copy(request).rid
+
+    given = batch(3)
+    prompt = given.reqs[0].origin_input_ids
+    assert given_ends(asks)(Worker(), given) == (prompt[-2:], prompt[0], "0")
+    assert given.reqs[0].seen
+    assert given.flag == len(prompt)
+
+
+def test_a_wrapped_method_is_still_called_what_it_is() -> None:
+    wrapped = given_ends(Worker.read)
+    assert wrapped.__name__ == "read"
+    assert is_given_ends(wrapped)
+    assert not is_given_ends(Worker.read)
 
 
 def test_the_requests_are_left_as_they_are() -> None:
