@@ -1,0 +1,41 @@
+"""The two ways to a host: this machine itself, and this machine over SSH."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import ssh_server
+
+from remote.connection import connect
+from remote.inventory import LocalHost
+from remote.ssh import SshTransport
+from remote.transport import Transport
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ssh_server.SshServer]:
+    """An sshd on a free port of the loopback address."""
+    if ssh_server.SSHD is None:
+        pytest.skip("sshd is not installed (apt-get install openssh-server)")
+    running = ssh_server.SshServer(tmp_path_factory.mktemp("sshd"))
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def ssh(server: ssh_server.SshServer) -> Iterator[SshTransport]:
+    transport = SshTransport(server.host(), folder=server.person)
+    yield transport
+    transport.close()
+
+
+@pytest.fixture(params=["local", "ssh"])
+def host(request: pytest.FixtureRequest) -> Iterator[Transport]:
+    """Each transport in turn: what is tested with it is the contract of both."""
+    if request.param == "ssh":
+        yield request.getfixturevalue("ssh")
+        return
+    transport = connect(LocalHost(name="local", kind="local", root="/tmp/kd"))
+    yield transport
+    transport.close()
