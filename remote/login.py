@@ -12,6 +12,8 @@ import functools
 import logging
 import os
 import pathlib
+import re
+import shlex
 import signal
 import socket
 import threading
@@ -32,6 +34,7 @@ __all__ = ["Login", "no_longer_than"]
 KEEPALIVE_S = 15
 SYSTEM_FOLDER = pathlib.Path("/etc/ssh")
 _DEFAULT_KEYS = ("id_rsa", "id_ecdsa", "id_ed25519")
+_DEEPEST = 16  # files that include one another
 _UNKNOWN_SIGNAL = 65  # none has this number: OpenSSH names only some
 
 # Without a handler Python would print paramiko's tracebacks; what matters of them is raised here.
@@ -124,9 +127,8 @@ class Login:
         # The first value counts, so that these win over whatever the files say.
         text = f"Host {alias}\nHostName {host.address}\nUser {host.user}\nPort {host.port}\n"
         for path in (self._folder / "config", SYSTEM_FOLDER / "ssh_config"):
-            with contextlib.suppress(FileNotFoundError, PermissionError):
-                # "Host *" ends the section that the file before has left open.
-                text += "Host *\n" + path.read_text(encoding="utf-8", errors="replace") + "\n"
+            # "Host *" ends the section that the file before has left open.
+            text += f"Host *\n{_with_included(path, path.parent)}"
         try:
             return paramiko.SSHConfig.from_text(text)
         except Exception as error:  # paramiko raises bare exceptions too
@@ -321,6 +323,33 @@ def no_longer_than(limit_s: float, drop: Any) -> Iterator[threading.Event]:
     finally:
         timer.cancel()
         timer.join(10)
+
+
+def _with_included(path: pathlib.Path, folder: pathlib.Path, depth: int = 0) -> str:
+    """A configuration file with what it includes, which paramiko passes over.
+
+    Empty where it cannot be read. Relative names are of `folder`.
+    """
+    text, section = "", "Host *"
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        word, *rest = re.split(r"[\s=]+", line.strip(), maxsplit=1)
+        if word.lower() in ("host", "match"):
+            section = line
+        if word.lower() != "include" or not rest or depth >= _DEEPEST:
+            text += f"{line}\n"
+            continue
+        for name in shlex.split(rest[0]):
+            pattern = str(folder / pathlib.Path(name).expanduser()).lstrip("/")
+            for found in sorted(pathlib.Path("/").glob(pattern)):
+                included = _with_included(found, folder, depth + 1)
+                if section != "Host *":  # sections within a section would count for all hosts
+                    included = re.split(r"(?im)^\s*(?:host|match)\b", included)[0]
+                text += f"{included}{section}\n"
+    return text
 
 
 def _chain(connection: fabric.Connection) -> Iterator[fabric.Connection]:

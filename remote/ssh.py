@@ -125,12 +125,18 @@ class SshTransport:
 
     def put(self, source: pathlib.Path, target: str, *, mode: int = 0o600) -> None:
         there = self._path(target)
+        part = f"{there.rpartition('/')[0]}/.kd-{secrets.token_hex(8)}"
         try:
             with source.open("rb") as given:
-                if not self._by_sftp(lambda sftp: _put(sftp, given, there, mode)):
+                if not self._by_sftp(lambda sftp: _put(sftp, given, part, there, mode)):
                     given.seek(0)
-                    self._put_by_shell(given, there, mode)
+                    size = str(os.fstat(given.fileno()).st_size)
+                    self._copy_by_shell(_PUT, there, part, size, f"{mode:o}", given=given)
         except OSError as error:
+            if isinstance(error, ConnectionError):  # nobody else removes what did arrive
+                with contextlib.suppress(TransportError):
+                    argv = ["/bin/sh", "-c", 'cd && rm -f "$1"', "sh", part]
+                    self.run(argv, timeout=_SPARE_S)
             raise self._not_copied(str(source), target, error) from None
 
     def get(self, source: str, target: pathlib.Path) -> None:
@@ -140,7 +146,7 @@ class SshTransport:
                 if not self._by_sftp(lambda sftp: _get(sftp, there, taken)):
                     taken.seek(0)
                     taken.truncate()
-                    self._get_by_shell(there, taken)
+                    self._copy_by_shell('cd && exec cat "$1"', there, taken=taken)
         except OSError as error:
             raise self._not_copied(source, str(target), error) from None
 
@@ -210,10 +216,15 @@ class SshTransport:
             raise TransportError(
                 f"{name} printed more than {limits.LONGEST_OUTPUT >> 20} MiB and was stopped"
             )
-        if command.expired and command.ended:
-            raise CommandTimeout(self.host, argv, timeout, stderr)
+        if command.expired:
+            if command.ended:
+                raise CommandTimeout(self.host, argv, timeout, stderr)
+            raise TransportError(
+                f"{name} did not end within {timeout:g} s, and could not be stopped from here: "
+                "the connection was given up, and the host stops it"
+            )
         if command.exit_code is None:
-            if command.expired or not login.alive:
+            if not login.alive:
                 raise TransportError(
                     f"{name}: the connection was lost before it had ended; the host stops it"
                 )
@@ -246,6 +257,8 @@ class SshTransport:
                 # In braces, so that a shell which gets only a part of it runs nothing of it.
                 "{\n",
                 _GROUP,
+                # A new parent: the connection is gone, and nobody would end the command.
+                'case "$kd_d" in ""|"$PPID") ;; *) exit 1 ;; esac\n',
                 '[ "$kd_g" = "$$" ] && kd_t=-$$ || kd_t=$$\n',
                 "kd_s=; command -v setsid >/dev/null && kd_s=setsid\n",
                 f'( $kd_s /bin/sh -c {shlex.quote(_WATCH)} kd "$kd_t" "$$" "$PPID" {watch_s} '
@@ -270,27 +283,22 @@ class SshTransport:
         return f"exec /bin/sh -c {shlex.quote(_READ_ON % len(first))}", first + script
 
     def _end(self, login: Login, command: _Command) -> bool:
-        """End the command's process group; whether that was done."""
+        """End the command's process group; whether that was done.
+
+        Where it cannot be done the connection is given up, so that the host itself does it.
+        """
         if command.exit_code is not None:
             return True
-        if not login.alive:
-            return False
         try:
             command.await_group()
-            if command.group is None:
-                return False
-            with no_longer_than(limits.GRACE_S + _SPARE_S, login.drop):
-                channel = login.connection.create_session()
-                try:
-                    channel.exec_command(f"exec /bin/sh -c {shlex.quote(_END)} kd {command.group}")
-                    channel.shutdown_write()
-                    while channel.recv(_BLOCK):
-                        pass
-                    return bool(channel.recv_exit_status() == 0)
-                finally:
-                    channel.close()
+            if command.group is not None and login.alive:
+                with no_longer_than(limits.GRACE_S + _SPARE_S, login.drop):
+                    if _ended(login.connection.create_session(), command.group):
+                        return True
         except (OSError, EOFError, paramiko.SSHException):
-            return False
+            pass
+        login.drop()
+        return False
 
     def _open(self) -> Login:
         if self._login is not None and not self._login.alive:
@@ -347,15 +355,6 @@ class SshTransport:
         if not login.alive:
             raise ConnectionError(0, "the connection was lost")
 
-    def _put_by_shell(self, given: IO[bytes], there: str, mode: int) -> None:
-        size = os.fstat(given.fileno()).st_size
-        folder = there.rpartition("/")[0]
-        part = f"{folder}/.kd-{secrets.token_hex(8)}"
-        self._copy_by_shell(_PUT, there, part, str(size), f"{mode:o}", given=given)
-
-    def _get_by_shell(self, there: str, taken: IO[bytes]) -> None:
-        self._copy_by_shell('cd && exec cat "$1"', there, taken=taken)
-
     def _copy_by_shell(
         self, script: str, *arguments: str, given: IO[bytes] | None = None, taken: Any = None
     ) -> None:
@@ -389,6 +388,18 @@ class SshTransport:
         return TransportError(
             f"host {self.host}: {source} could not be copied to {target}: {reason}"
         )
+
+
+def _ended(channel: paramiko.Channel, group: str) -> bool:
+    """Whether the host has ended a process group, asked through a channel of its own."""
+    try:
+        channel.exec_command(f"exec /bin/sh -c {shlex.quote(_END)} kd {group}")
+        channel.shutdown_write()
+        while channel.recv(_BLOCK):
+            pass
+        return bool(channel.recv_exit_status() == 0)
+    finally:
+        channel.close()
 
 
 class _Taken:
@@ -580,9 +591,8 @@ class _Command:
                 self.flooded = not stream.feed(receive(_BLOCK))
 
 
-def _put(sftp: paramiko.SFTPClient, given: IO[bytes], there: str, mode: int) -> None:
-    target = os.fsencode(there)
-    part = target.rpartition(b"/")[0] + b"/.kd-" + secrets.token_hex(8).encode()
+def _put(sftp: paramiko.SFTPClient, given: IO[bytes], beside: str, there: str, mode: int) -> None:
+    part, target = os.fsencode(beside), os.fsencode(there)
     try:
         with sftp.open(part, "wx") as taken:
             taken.chmod(0o600)  # before anything is in it

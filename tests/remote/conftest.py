@@ -8,6 +8,7 @@ import pytest
 import ssh_server
 
 from remote.connection import connect
+from remote.errors import TransportError
 from remote.inventory import LocalHost
 from remote.ssh import SshTransport
 from remote.transport import Transport
@@ -19,6 +20,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ssh_server.SshS
     if ssh_server.SSHD is None:
         pytest.skip("sshd is not installed (apt-get install openssh-server)")
     running = ssh_server.SshServer(tmp_path_factory.mktemp("sshd"))
+    transport = SshTransport(running.host(), folder=running.person)
+    try:
+        transport.run(["true"], timeout=20)
+    except TransportError:
+        # Without PAM sshd lets nobody in whose account has "!" for a password.
+        if "account is locked" in (running.folder / "log").read_text():
+            pytest.skip(f"the account {running.host().user} is locked, so that sshd refuses it")
+        raise
+    finally:
+        transport.close()
     yield running
     running.stop()
 

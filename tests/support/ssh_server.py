@@ -20,7 +20,10 @@ SFTP_SERVERS = ("/usr/lib/openssh/sftp-server", "/usr/libexec/openssh/sftp-serve
 
 
 class SshServer:
-    """An sshd with keys of its own. folder/ssh is what a person's ~/.ssh would be."""
+    """An sshd with keys of its own. folder/ssh is what a person's ~/.ssh would be.
+
+    extra: lines of sshd_config that count before those here.
+    """
 
     def __init__(self, folder: pathlib.Path, *extra: str, sftp: bool = True) -> None:
         assert SSHD is not None
@@ -34,6 +37,7 @@ class SshServer:
         shutil.copy(self.person / "key.pub", folder / "authorized_keys")
         server = next((path for path in SFTP_SERVERS if pathlib.Path(path).exists()), None)
         lines = [
+            *extra,  # first, as the first line about a thing counts for sshd
             f"Port {self.port}",
             "ListenAddress 127.0.0.1",
             f"HostKey {folder}/host_ed25519",
@@ -47,7 +51,6 @@ class SshServer:
             "PermitRootLogin prohibit-password",
             "MaxStartups 100",
             *([f"Subsystem sftp {server}"] if sftp and server else []),
-            *extra,
         ]
         (folder / "sshd_config").write_text("\n".join(lines) + "\n")
         self.write_config(self.person / "key")
