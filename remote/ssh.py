@@ -67,7 +67,8 @@ _WATCH = (
     f'kill -0 "$2" || exit 0; {_END}'
 )
 _READ_ON = 'eval "$(dd bs=1 count=%d 2>/dev/null)"'
-_GROUP = "{ read -r kd_a kd_b kd_c kd_d kd_g kd_e </proc/$$/stat; } 2>/dev/null || kd_g=$$\n"
+# A group that is called as this process is there only where this process leads it.
+_LEADS = "kill -0 -$$ 2>/dev/null"
 # $1 is the target, $2 a name beside it, $3 the size in bytes, $4 the mode.
 _PUT = """cd || exit
 umask 077
@@ -256,15 +257,16 @@ class SshTransport:
             (
                 # In braces, so that a shell which gets only a part of it runs nothing of it.
                 "{\n",
-                _GROUP,
-                # A new parent: the connection is gone, and nobody would end the command.
-                'case "$kd_d" in ""|"$PPID") ;; *) exit 1 ;; esac\n',
-                '[ "$kd_g" = "$$" ] && kd_t=-$$ || kd_t=$$\n',
+                # Another parent than at first: the connection is gone, and with it who would end
+                # the command.
+                "kd_p=; { read -r kd_a kd_b kd_c kd_p kd_d </proc/$$/stat; } 2>/dev/null\n",
+                'case "$kd_p" in ""|"$PPID") ;; *) exit 1 ;; esac\n',
+                f"{_LEADS} && kd_t=-$$ || kd_t=$$\n",
                 "kd_s=; command -v setsid >/dev/null && kd_s=setsid\n",
                 f'( $kd_s /bin/sh -c {shlex.quote(_WATCH)} kd "$kd_t" "$$" "$PPID" {watch_s} '
                 "</dev/null >/dev/null 2>&1 & )\n",
                 f'echo "{nonce} $kd_t"; echo "{nonce} $kd_t" >&2\n',
-                "unset kd_a kd_b kd_c kd_d kd_e kd_g kd_s kd_t\n",
+                "unset kd_a kd_b kd_c kd_d kd_p kd_s kd_t\n",
                 exports,
                 line,
                 "\n}\n",
@@ -277,7 +279,7 @@ class SshTransport:
         # process where it is called by a leader, which is why this looks first.
         read_on = _READ_ON % len(script)
         first = (
-            f'{{\n{_GROUP}if [ "$kd_g" != "$$" ] && command -v setsid >/dev/null; then\n'
+            f"{{\nif ! {_LEADS} && command -v setsid >/dev/null; then\n"
             f"exec setsid /bin/sh -c {shlex.quote(read_on)}\nfi\n{read_on}\n}}\n"
         ).encode()
         return f"exec /bin/sh -c {shlex.quote(_READ_ON % len(first))}", first + script
