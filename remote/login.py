@@ -16,6 +16,7 @@ import re
 import shlex
 import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -25,7 +26,7 @@ import paramiko
 from paramiko.auth_strategy import AuthStrategy
 from paramiko.common import MSG_CHANNEL_REQUEST
 
-from remote.errors import HostKeyError, TransportError
+from remote.errors import HostKeyError, TransportError, last_words
 from remote.inventory import SshHost
 from remote.known_hosts import HostKey, KnownHosts
 
@@ -67,13 +68,17 @@ class Login:
     def alive(self) -> bool:
         return bool(self.connection.is_connected)
 
-    def close(self) -> None:
-        """End the connection and all threads of it. May be called twice."""
+    def close(self) -> str:
+        """End the connection with its threads; what ProxyCommands said. May be called twice."""
+        said = ""
         for hop in _chain(self.connection):
             wire = hop.client.get_transport()
             hop.client.close()
-            if wire is not None and wire.is_alive():
-                wire.join(5)
+            if wire is not None:
+                if wire.is_alive():
+                    wire.join(5)
+                said += _proxy_ended(wire.sock)
+        return said
 
     def drop(self) -> None:
         """End it without waiting, so that whatever waits for an answer stops waiting."""
@@ -177,6 +182,7 @@ class Login:
         if late.is_set():
             problem, remedy = f"{self._where}: timed out: no login within {self._limit_s:g} s", None
         if problem is not None:
+            problem += last_words(self.close(), "; its ProxyCommand said: ")
             raise TransportError(problem, remedy=remedy)
 
     def _remedy(self, error: _LoginRefused) -> str:
@@ -358,6 +364,24 @@ def _chain(connection: fabric.Connection) -> Iterator[fabric.Connection]:
     while isinstance(hop, fabric.Connection):
         yield hop
         hop = hop.gateway
+
+
+def _proxy_ended(sock: Any) -> str:
+    """End the ProxyCommand that is used as a socket, where it is one; what it said on stderr."""
+    process = getattr(sock, "process", None)
+    if not isinstance(process, subprocess.Popen):
+        return ""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    if process.stderr.closed:
+        return ""
+    with process.stdin, process.stdout, process.stderr:
+        if process.poll() is None:
+            process.kill()
+        process.wait(5)
+        os.set_blocking(process.stderr.fileno(), False)  # a child of it may hold the pipe
+        return (process.stderr.read() or b"").decode("utf-8", "replace")
 
 
 def _notice_loss(sock: Any) -> None:

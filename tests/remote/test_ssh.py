@@ -309,6 +309,33 @@ def test_a_jump_host_is_verified_too(start: Start, server: SshServer, person: pa
     assert wait_for(lambda: not far.sessions())
 
 
+def test_a_proxy_command_is_used_and_ended(server: SshServer, person: pathlib.Path) -> None:
+    program = """
+        import os, socket, sys, threading
+        line = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+        def up():
+            while block := os.read(0, 65536):
+                line.sendall(block)
+        threading.Thread(target=up, daemon=True).start()
+        while block := line.recv(65536):
+            os.write(1, block)
+    """
+    (person / "proxy.py").write_text(textwrap.dedent(program))
+    config = person / "config"
+    text = config.read_text()
+    config.write_text(f"{text}  ProxyCommand {sys.executable} {person}/proxy.py %h %p\n")
+    before = set(ssh_server.children(os.getpid()))
+    transport = SshTransport(server.host(), folder=person)
+    assert transport.run(["echo", "through"], timeout=10).stdout == "through\n"
+    assert len(set(ssh_server.children(os.getpid())) - before) == 1
+    transport.close()
+    config.write_text(f"{text}  ProxyCommand {sys.executable} {person}/none.py\n")
+    said = refusal(server.host(), person, connect_timeout=2.0)
+    assert "its ProxyCommand said: " in said
+    assert "No such file or directory" in said
+    assert set(ssh_server.children(os.getpid())) == before
+
+
 # Commands.
 
 

@@ -126,14 +126,15 @@ def free_port() -> int:
 def descendants(pid: int) -> list[int]:
     """The children of a process that are called sshd, and theirs."""
     found = []
-    for child in _children(pid):
+    for child in children(pid):
         with contextlib.suppress(OSError):
             if pathlib.Path(f"/proc/{child}/comm").read_text().startswith("sshd"):
                 found += [child, *descendants(child)]
     return found
 
 
-def _children(pid: int) -> Iterator[int]:
+def children(pid: int) -> Iterator[int]:
+    """The children of a process, those that have ended and are not yet reaped among them."""
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
