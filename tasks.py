@@ -79,9 +79,12 @@ Exit codes:
 SERVE_EPILOG = """\b
 Exit codes:
   2    wrong usage or configuration
-  3    SGLang is not installed there, or the host cannot be reached yet
+  3    SGLang is not installed there, or the host is not this machine
 Else those of the server, which takes this command's place.
 """
+
+
+_CHECK_S = 30.0  # for each command of `kd hosts check`
 
 
 class _Group(click.Group):
@@ -604,8 +607,7 @@ def serve(
     from phases.serve import require_sglang, serve_line
     from phases.service import server_python
 
-    host = _host(host_name)
-    _require_local(host)
+    host = _here(host_name)
     service = host.service
     line = serve_line(
         find_phase(_phases(), wanted),
@@ -1002,6 +1004,61 @@ def releases(host_name: str, as_json: bool) -> None:
     )
 
 
+@hosts_group.command("check")
+@_json_option
+@click.argument("names", nargs=-1, metavar="[NAME...]", shell_complete=_completing(_host_names))
+@click.pass_context
+def hosts_check(ctx: click.Context, as_json: bool, names: tuple[str, ...]) -> None:
+    """Whether hosts can be reached, and have their Python and rsync. Default: every host.
+
+    Exit code 1 where one cannot be reached; why is on stderr.
+    """
+    from remote.inventory import load_inventory
+
+    inventory = load_inventory(_checkout().hosts_file)
+    found = {name: _checked(inventory.host(name)) for name in names or inventory.hosts}
+    if as_json:
+        _print_json(found)
+    else:
+        words = {True: "yes", False: "no", None: "-"}
+        _print_table(
+            ("host", "address", "reached", "python", "rsync"),
+            [
+                (
+                    *(name, found[name]["address"]),
+                    *(words[found[name][key]] for key in ("reached", "python", "rsync")),
+                )
+                for name in found
+            ],
+        )
+    ctx.exit(0 if all(answer["reached"] for answer in found.values()) else 1)
+
+
+def _checked(host: Any) -> dict[str, Any]:
+    """What a host answers; None for what cannot be known of one that is not reached."""
+    from remote.connection import connect
+    from remote.errors import TransportError
+
+    address = getattr(host, "address", "")
+    transport = connect(host)
+    try:
+        transport.run(["true"], timeout=_CHECK_S)
+        python = transport.exists(host.python or sys.executable)
+        rsync = transport.run(["rsync", "--version"], timeout=_CHECK_S, check=False).exit_code == 0
+    except TransportError as error:
+        click.echo(f"kd: {_one_line(error)}", err=True)
+        return {
+            "address": address,
+            "reached": False,
+            "python": None,
+            "rsync": None,
+            "why": str(error),
+        }
+    finally:
+        transport.close()
+    return {"address": address, "reached": True, "python": python, "rsync": rsync, "why": None}
+
+
 @cli.command("completion")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
@@ -1067,17 +1124,19 @@ def _machine_of(host_name: str) -> Machine:
 
 def _local_machine(host_name: str) -> Machine:
     """This machine, after making sure that `host_name` means this machine."""
-    _require_local(_host(host_name))
+    _here(host_name)
     return _this_machine()
 
 
-def _require_local(host: Any) -> None:
-    """Raises MissingError for a host that is reached over SSH."""
+def _here(host_name: str) -> Any:
+    """The host called so, where it is this machine. Raises MissingError for another."""
+    host = _host(host_name)
     if host.kind != "local":
         raise MissingError(
-            f"host {host.name} is another machine, and this runs here alone",
-            remedy=f"run it on {host.name}",
+            f"host {host.name} is reached over SSH; this runs on this machine alone so far",
+            remedy="use --host local, or type the command on that host",
         )
+    return host
 
 
 def _run(

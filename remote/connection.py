@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kdtree_engine.errors import MissingError
 from remote.inventory import Host
 from remote.transport import Transport
 
@@ -10,12 +9,12 @@ __all__ = ["connect"]
 
 
 def connect(host: Host) -> Transport:
-    """A transport to `host`. Raises MissingError for hosts that need SSH."""
+    """A transport to `host`. One over SSH connects when it is first used."""
+    # Invoke and Fabric are loaded when a connection is made, and not before.
     if host.kind == "local":
-        from remote.local import LocalTransport  # Invoke is loaded when a connection is made
+        from remote.local import LocalTransport
 
         return LocalTransport(host.name)
-    raise MissingError(
-        f"host {host.name} is reached over SSH, which this version cannot do yet",
-        remedy="use --host local",
-    )
+    from remote.ssh import SshTransport
+
+    return SshTransport(host)

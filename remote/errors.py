@@ -4,6 +4,7 @@ KdError
 +-- TransportError      a host could not be reached, or a file could not be moved
     +-- CommandFailed   a command ended with an exit code other than 0
     +-- CommandTimeout  a command ran past its time limit and was ended
+    +-- HostKeyError    a host's key is not known here, or is another than before
     +-- FactsError      a host's description of itself could not be read
 """
 
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 
 from kdtree_engine.errors import KdError
 
-__all__ = ["CommandFailed", "CommandTimeout", "FactsError", "TransportError"]
+__all__ = ["CommandFailed", "CommandTimeout", "FactsError", "HostKeyError", "TransportError"]
 
 
 class TransportError(KdError):
@@ -41,6 +42,10 @@ class CommandTimeout(TransportError):
             f"host {host}: `{_short(argv)}` did not end within {limit_s:g} s and was stopped"
             f"{last_words(stderr, '; it last said: ')}"
         )
+
+
+class HostKeyError(TransportError):
+    """A host's key is not known here, is another than before, or was revoked."""
 
 
 class FactsError(TransportError):

@@ -14,7 +14,6 @@ import contextlib
 import os
 import pathlib
 import select
-import shlex
 import shutil
 import signal
 import subprocess
@@ -28,15 +27,15 @@ from invoke.context import Context
 from invoke.exceptions import CommandTimedOut
 from invoke.runners import Local
 
+from remote import limits
 from remote.errors import CommandFailed, CommandTimeout, TransportError
+from remote.files import whole_file
+from remote.quoting import shell_line
 from remote.transport import Completed
 
 __all__ = ["LocalTransport"]
 
 _SHELL = "/bin/sh"
-_GRACE_S = 2.0  # between asking a process group to end and ending it
-_SILENCE_S = 0.5  # after a program's end, for what it printed last
-_LONGEST_OUTPUT = 64 << 20  # bytes of stdout or stderr
 
 
 class LocalTransport:
@@ -60,7 +59,7 @@ class LocalTransport:
         env: Mapping[str, str] | None = None,
         check: bool = True,
     ) -> Completed:
-        command = self._command(argv)
+        command = shell_line(self._host, argv)
         with contextlib.ExitStack() as stack:
             stdin = None
             if input is not None:
@@ -92,8 +91,8 @@ class LocalTransport:
                 raise
         if runner.flooded:
             raise TransportError(
-                f"host {self._host}: `{argv[0]}` printed more than {_LONGEST_OUTPUT >> 20} MiB "
-                "and was stopped"
+                f"host {self._host}: `{argv[0]}` printed more than "
+                f"{limits.LONGEST_OUTPUT >> 20} MiB and was stopped"
             )
         assert result is not None  # only a disowned command has no result
         completed = Completed(result.exited, result.stdout, result.stderr)
@@ -102,13 +101,13 @@ class LocalTransport:
         return completed
 
     def put(self, source: pathlib.Path, target: str, *, mode: int = 0o600) -> None:
-        self._copy(source, pathlib.Path(target), mode)
+        self._copy(source, self._path(target), mode)
 
     def get(self, source: str, target: pathlib.Path) -> None:
-        self._copy(pathlib.Path(source), target, 0o600)
+        self._copy(self._path(source), target, 0o600)
 
     def exists(self, path: str) -> bool:
-        return pathlib.Path(path).exists()
+        return self._path(path).exists()
 
     def rsync_options(self) -> Sequence[str]:
         return ()
@@ -119,39 +118,20 @@ class LocalTransport:
     def close(self) -> None:
         pass  # there is no connection to let go
 
-    def _command(self, argv: Sequence[str]) -> str:
-        """The shell line that runs exactly `argv`.
-
-        `exec` makes the first word a program's name, never a shell keyword, builtin or assignment.
-        """
-        if isinstance(argv, str) or not argv or not argv[0] or argv[0].startswith("-"):
-            raise TransportError(
-                f"host {self._host}: a command is a list that starts with a program, got {argv!r}"
-            )
-        if any("\0" in part for part in argv):
-            raise TransportError(f"host {self._host}: `{argv[0]}`: an argument holds a NUL byte")
-        return f"exec {shlex.join(argv)}"
+    def _path(self, path: str) -> pathlib.Path:
+        """`path` with `~/` at its start read as the home folder."""
+        if not path or "\0" in path:
+            raise TransportError(f"host {self._host}: {path!r} is not a path")
+        return pathlib.Path.home() / path[2:] if path.startswith("~/") else pathlib.Path(path)
 
     def _copy(self, source: pathlib.Path, target: pathlib.Path, mode: int) -> None:
-        part: pathlib.Path | None = None
         try:
-            with source.open("rb") as given:
-                # Beside the target, so that the rename stays within one file system.
-                descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-                part = pathlib.Path(name)
-                with os.fdopen(descriptor, "wb") as taken:
-                    shutil.copyfileobj(given, taken)
-                    taken.flush()
-                    os.fchmod(taken.fileno(), mode)
-                    os.fsync(taken.fileno())
-            part.replace(target)
+            with source.open("rb") as given, whole_file(target, mode) as taken:
+                shutil.copyfileobj(given, taken)
         except OSError as error:
             raise TransportError(
                 f"host {self._host}: {source} could not be copied to {target}: {error.strerror}"
             ) from None
-        finally:
-            if part is not None:
-                part.unlink(missing_ok=True)
 
 
 class _GroupRunner(Local):
@@ -197,7 +177,7 @@ class _GroupRunner(Local):
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGTERM)
-            deadline = time.monotonic() + _GRACE_S
+            deadline = time.monotonic() + limits.GRACE_S
             while time.monotonic() < deadline:
                 process.poll()  # reaps the leader, which would keep the group alive
                 os.killpg(process.pid, 0)  # raises once the group is gone
@@ -235,12 +215,12 @@ class _GroupRunner(Local):
         assert stream is not None
         poll = select.poll()
         poll.register(stream, select.POLLIN)
-        while not poll.poll(_SILENCE_S * 1000):
+        while not poll.poll(limits.SILENCE_S * 1000):
             if self.process.poll() is not None:
                 return b""
         block = os.read(stream.fileno(), num_bytes)
         self._received[name] += len(block)
-        if self._received[name] > _LONGEST_OUTPUT:
+        if self._received[name] > limits.LONGEST_OUTPUT:
             self.flooded = True
             self.end_group()
             return b""

@@ -145,9 +145,17 @@ def _rsync(transport: Transport, source: pathlib.Path, names: Sequence[str], tar
             "where it was"
         ) from None
     if done.returncode:
-        said = [one for one in os.fsdecode(done.stderr).splitlines() if one.startswith("rsync:")]
         raise TransportError(
             f"host {transport.host}: rsync ended with exit code {done.returncode}"
-            f"{last_words(said[0] if said else os.fsdecode(done.stderr), ': ')}; the next try goes "
-            "on where it was"
+            f"{last_words(_reason(os.fsdecode(done.stderr)), ': ')}; the next try goes on where it "
+            "was"
         )
+
+
+def _reason(said: str) -> str:
+    """Why rsync failed: what ssh said where it was ssh, else the first fault of rsync's own."""
+    lines = said.splitlines()
+    own = [line for line in lines if line.startswith("rsync:")]
+    ssh = [line for line in lines if not line.startswith(("rsync", "--link-dest"))]
+    lost = own and "connection unexpectedly closed" in own[0]
+    return (ssh[-1] if lost and ssh else own[0] if own else said) if lines else ""

@@ -24,7 +24,11 @@ class Completed:
 
 
 class Transport(Protocol):
-    """One connection to one host. Nothing that goes through it can wait for a prompt."""
+    """One connection to one host. Nothing that goes through it can wait for a prompt.
+
+    In the paths of `put`, `get` and `exists` a `~/` at the start is the home folder there. `run`
+    changes no argument, so it is no home folder in those.
+    """
 
     @property
     def host(self) -> str:

@@ -50,6 +50,7 @@ def test_arrows_go_down_only(root: pathlib.Path, room: str) -> None:
     [
         ("fabric", "remote"),
         ("invoke", "remote"),
+        ("paramiko", "remote"),
         ("sglang", "kdtree-engine/kdtree_engine/sglang_ext"),
     ],
 )

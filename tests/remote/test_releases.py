@@ -18,6 +18,7 @@ from remote.agent import file_digest
 from remote.errors import TransportError
 from remote.local import LocalTransport
 from remote.releases import ReleaseRefused, Releases
+from remote.transport import Transport
 
 HOSTILE = ["two words", "it's $(id)", "-n", "new\nline", "ü", "a;b", '"', "..."]
 
@@ -48,6 +49,18 @@ def host(root: pathlib.Path) -> Iterator[Releases]:
     transport = LocalTransport()
     yield Releases(transport, python=sys.executable, root=str(root))
     transport.close()
+
+
+def test_it_is_the_same_over_ssh(ssh: Transport, root: pathlib.Path) -> None:
+    """Hostile names too: they go as JSON, through a shell on the other side."""
+    host = Releases(ssh, python=sys.executable, root=str(root))
+    host.prepare()
+    files = {f"source/{name}/{name}": name.encode() for name in HOSTILE}
+    host.place("first", arrives(root, files), {"revision": "abc"})
+    host.switch("first")
+    assert host.known()["current"] == "first"
+    with pytest.raises(ReleaseRefused, match="host near: switch: there is no release second"):
+        host.switch("second")
 
 
 def arrives(root: pathlib.Path, files: dict[str, bytes]) -> dict[str, Any]:

@@ -11,13 +11,16 @@ import zipfile
 from typing import Any
 
 import pytest
+import ssh_server
 
 from kdtree_engine.errors import ConfigError, MissingError
 from remote import sync
 from remote.errors import TransportError
 from remote.local import LocalTransport
 from remote.releases import ReleaseRefused, Releases
+from remote.ssh import SshTransport
 from remote.sync import deliver, new_release_name, tracked_files
+from remote.transport import Transport
 
 pytestmark = pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not on PATH")
 NAMES = ["plain.py", "two words", "it's $(id)", "-n", "ü/new\nline", "a/b/c.txt", ":x", "empty"]
@@ -52,9 +55,13 @@ def root(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def send(
-    checkout: pathlib.Path, wheel: pathlib.Path, root: pathlib.Path, release: str
+    checkout: pathlib.Path,
+    wheel: pathlib.Path,
+    root: pathlib.Path,
+    release: str,
+    transport: Transport | None = None,
 ) -> dict[str, Any]:
-    transport = LocalTransport()
+    transport = transport or LocalTransport()
     return deliver(
         transport,
         Releases(transport, python=sys.executable, root=str(root)),
@@ -70,9 +77,9 @@ def switch(root: pathlib.Path, release: str) -> None:
 
 
 def test_what_git_knows_arrives_and_nothing_else(
-    checkout: pathlib.Path, wheel: pathlib.Path, root: pathlib.Path
+    checkout: pathlib.Path, wheel: pathlib.Path, root: pathlib.Path, transport: Transport
 ) -> None:
-    about = send(checkout, wheel, root, "first")
+    about = send(checkout, wheel, root, "first", transport)
     assert (about["revision"], about["files"]) == ("abc", len(NAMES) + 1)
     source = root / "releases/first/source"
     sent = sorted(
@@ -87,18 +94,33 @@ def test_what_git_knows_arrives_and_nothing_else(
 
 
 def test_what_has_not_changed_takes_no_room(
-    checkout: pathlib.Path, wheel: pathlib.Path, root: pathlib.Path
+    checkout: pathlib.Path, wheel: pathlib.Path, root: pathlib.Path, transport: Transport
 ) -> None:
-    send(checkout, wheel, root, "first")
+    send(checkout, wheel, root, "first", transport)
     switch(root, "first")
     (checkout / "two words").write_text("changed")
     (checkout / "a/b/c.txt").unlink()
-    send(checkout, wheel, root, "second")
+    send(checkout, wheel, root, "second", transport)
     first, second = (root / "releases" / name / "source" for name in ("first", "second"))
     assert (first / "plain.py").stat().st_ino == (second / "plain.py").stat().st_ino
     assert (second / "two words").read_text() == "changed"
     assert (first / "two words").read_text() != "changed"
     assert not (second / "a").exists()
+
+
+def test_an_unknown_host_key_is_refused_by_rsync_too(
+    checkout: pathlib.Path, server: ssh_server.SshServer, tmp_path: pathlib.Path
+) -> None:
+    """Whatever the person's own ssh would do: nothing is sent to a host that is not known."""
+    person = tmp_path / "ssh"
+    shutil.copytree(server.person, person)
+    (person / "known_hosts").write_text("")
+    (person / "config").write_text((person / "config").read_text() + "StrictHostKeyChecking no\n")
+    stranger = SshTransport(server.host(), folder=person)
+    with pytest.raises(TransportError, match=r"rsync ended .*: Host key verification failed"):
+        sync._rsync(stranger, checkout, ["plain.py"], str(tmp_path / "there"))
+    assert not (tmp_path / "there").exists()
+    assert (person / "known_hosts").read_text() == ""
 
 
 def test_a_transfer_that_broke_off_is_taken_up_again(

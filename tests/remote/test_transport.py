@@ -1,4 +1,4 @@
-"""Commands and files through the local transport, with everything that a command can do wrong."""
+"""The contract of every transport, with everything that a command can do wrong."""
 
 from __future__ import annotations
 
@@ -9,28 +9,16 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 
 import pytest
 
-from kdtree_engine.errors import MissingError
-from remote import local
+from remote import limits
 from remote.connection import connect
 from remote.errors import CommandFailed, CommandTimeout, TransportError
-from remote.inventory import LocalHost, SshHost
+from remote.inventory import LocalHost
 from remote.transport import Completed, Transport
 
 LOCAL = LocalHost(name="local", kind="local", root="/tmp/kd")
-CT200 = SshHost(
-    name="ct200", kind="ssh", address="ct200", user="kd", root="/srv/kd", python="/usr/bin/python3"
-)
-
-
-@pytest.fixture
-def host() -> Iterator[Transport]:
-    transport = connect(LOCAL)
-    yield transport
-    transport.close()
 
 
 def python(program: str, *arguments: str) -> list[str]:
@@ -40,14 +28,6 @@ def python(program: str, *arguments: str) -> list[str]:
 def test_a_command_gives_its_exit_code_and_both_outputs(host: Transport) -> None:
     done = host.run(["sh", "-c", "echo out; echo err >&2; exit 3"], timeout=10, check=False)
     assert done == Completed(3, "out\n", "err\n")
-
-
-def test_a_host_behind_ssh_is_refused_in_one_line() -> None:
-    with pytest.raises(MissingError) as caught:
-        connect(CT200)
-    assert caught.value.problem == (
-        "host ct200 is reached over SSH, which this version cannot do yet"
-    )
 
 
 @pytest.mark.parametrize(
@@ -82,7 +62,7 @@ def test_the_first_word_is_a_program_and_never_shell(host: Transport, program: s
 
 @pytest.mark.parametrize("argv", [[], [""], ["-c", "id"], "id", ["echo", "a\0b"]])
 def test_what_cannot_be_a_command_is_refused(host: Transport, argv: list[str]) -> None:
-    with pytest.raises(TransportError, match=r"^host local: "):
+    with pytest.raises(TransportError, match=rf"^host {host.host}: "):
         host.run(argv, timeout=10)
 
 
@@ -94,7 +74,7 @@ def test_a_command_too_long_for_the_system_is_one_clear_error(host: Transport) -
 def test_a_failed_command_is_an_error_with_its_last_words(host: Transport) -> None:
     with pytest.raises(CommandFailed) as caught:
         host.run(["sh", "-c", "echo first >&2; echo 'disk full' >&2; exit 2"], timeout=10)
-    assert str(caught.value).startswith("host local: `sh -c ")
+    assert str(caught.value).startswith(f"host {host.host}: `sh -c ")
     assert str(caught.value).endswith("` ended with exit code 2: disk full")
     with pytest.raises(CommandFailed, match=r"ended with signal 9$"):
         host.run(["sh", "-c", "kill -9 $$"], timeout=10)
@@ -106,12 +86,11 @@ def test_an_error_shows_neither_input_nor_environment(host: Transport) -> None:
     assert "s3cret" not in str(caught.value)
 
 
-def test_environment_is_added_to_the_host_s_own(
-    host: Transport, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KD_THERE", "before")
-    done = host.run(["sh", "-c", 'echo "$KD_THERE,$KD_NEW"'], timeout=10, env={"KD_NEW": "a b'c"})
-    assert done.stdout == "before,a b'c\n"
+def test_environment_is_added_to_the_host_s_own(host: Transport) -> None:
+    value = "a b'c\n$(id) \\ é€ "
+    program = "import os; print(os.environ['HOME'], ascii(os.environ['KD_NEW']))"
+    done = host.run(python(program), timeout=10, env={"KD_NEW": value})
+    assert done.stdout == f"{pathlib.Path.home()} {value!a}\n"
     with pytest.raises(TransportError, match="could not be started"):
         host.run(["true"], timeout=10, env={"A=B": "c"})
 
@@ -144,8 +123,8 @@ def test_a_huge_output_is_taken_on_both_streams_at_once(host: Transport) -> None
 
 
 def test_an_endless_output_is_stopped(host: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_LONGEST_OUTPUT", 1 << 20)
-    with pytest.raises(TransportError, match=r"^host local: `yes` printed more than 1 MiB"):
+    monkeypatch.setattr(limits, "LONGEST_OUTPUT", 1 << 20)
+    with pytest.raises(TransportError, match=rf"^host {host.host}: `yes` printed more than 1 MiB"):
         host.run(["yes"], timeout=60)
 
 
@@ -209,7 +188,7 @@ def test_ctrl_c_ends_the_command_and_goes_on(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_person_s_own_invoke_settings_do_not_apply(
-    host: Transport, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / ".invoke.yaml").write_text("run: {dry: true, replace_env: true}\n")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -231,8 +210,9 @@ def test_files_go_there_and_back_with_tight_modes(host: Transport, tmp_path: pat
 
 
 def test_a_copy_that_fails_leaves_the_old_file_and_no_remains(
-    host: Transport, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    host = connect(LOCAL)
     source, target = tmp_path / "new", tmp_path / "place" / "old"
     source.write_text("new")
     target.parent.mkdir()
@@ -254,6 +234,57 @@ def test_what_is_not_there_cannot_be_copied(host: Transport, tmp_path: pathlib.P
         host.get(str(tmp_path / "none"), tmp_path / "back")
     with pytest.raises(TransportError, match="No such file or directory"):
         host.put(pathlib.Path(__file__), str(tmp_path / "no folder" / "file"))
+
+
+def test_a_path_may_begin_with_the_home_folder(
+    host: Transport, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    up = "../" * len(pathlib.Path.home().parts[1:])
+    there = f"~/{up}{tmp_path.relative_to('/')}"
+    host.put(pathlib.Path(__file__), f"{there}/~")
+    assert host.exists(f"{there}/~")
+    assert not host.exists(f"{there}/none")
+    host.get(f"{there}/~", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == pathlib.Path(__file__).read_bytes()
+
+
+@pytest.mark.parametrize("path", ["", "a\0b"])
+def test_what_cannot_be_a_path_is_refused(
+    host: Transport, path: str, tmp_path: pathlib.Path
+) -> None:
+    with pytest.raises(TransportError, match="is not a path"):
+        host.put(pathlib.Path(__file__), path)
+    with pytest.raises(TransportError, match="is not a path"):
+        host.get(path, tmp_path / "back")
+    with pytest.raises(TransportError, match="is not a path"):
+        host.exists(path)
+
+
+NAMES = ["-rf", "two words", "it's", "$(id)", "a\nb", "*", "é €", "\\", "~", "n" * 255, "\udcff"]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_a_file_may_be_called_anything(host: Transport, tmp_path: pathlib.Path, name: str) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"\0\xff\n")
+    (tmp_path / "there").mkdir()
+    there = tmp_path / "there" / name
+    host.put(source, str(there), mode=0o640)
+    assert [path.name for path in there.parent.iterdir()] == [name]
+    assert there.stat().st_mode & 0o7777 == 0o640
+    assert host.exists(str(there))
+    host.get(str(there), tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == b"\0\xff\n"
+
+
+def test_a_folder_is_no_file(host: Transport, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(TransportError, match="Is a directory"):
+        host.put(pathlib.Path(__file__), str(tmp_path / "folder"))
+    with pytest.raises(TransportError, match="Is a directory"):
+        host.get(str(tmp_path / "folder"), tmp_path / "back")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    assert not list((tmp_path / "folder").iterdir())
 
 
 def test_invoke_is_not_loaded_before_a_connection() -> None:
