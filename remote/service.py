@@ -103,15 +103,22 @@ def manager_of(transport: Transport, releases: Releases, host: Host, python: str
     return Supervisor(transport, releases, unit=unit, python=python)
 
 
-class Supervisor:
-    """supervisord, one of kd's own under the root: for hosts without systemd (containers)."""
+class _OfHost:
+    """One unit of one host."""
 
     def __init__(self, transport: Transport, releases: Releases, *, unit: str, python: str) -> None:
-        """python: path of a Python of the host that has supervisor."""
+        """python: path of the host's Python that runs the launcher."""
         self._transport = transport
         self._releases = releases
         self._unit = unit
         self._python = python
+
+
+class Supervisor(_OfHost):
+    """supervisord, one of kd's own under the root: for hosts without systemd (containers).
+
+    Its Python has to have supervisor.
+    """
 
     def install(self) -> None:
         root = str(self._releases.prepare()["root"])
@@ -255,14 +262,8 @@ def _supervisor_status(said: str) -> Status:
     )
 
 
-class Systemd:
+class Systemd(_OfHost):
     """A unit of the host's systemd, which `sudo -n` or root may change."""
-
-    def __init__(self, transport: Transport, releases: Releases, *, unit: str, python: str) -> None:
-        self._transport = transport
-        self._releases = releases
-        self._unit = unit
-        self._python = python
 
     def install(self) -> None:
         place = self._releases.prepare()

@@ -52,12 +52,7 @@ def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
     made.close()
 
 
-@pytest.fixture(params=["local", "ssh"])
-def host(request: pytest.FixtureRequest) -> Iterator[Transport]:
-    """Each transport in turn: what is tested with it is the contract of both."""
-    if request.param == "ssh":
-        yield request.getfixturevalue("ssh")
-        return
-    transport = connect(LocalHost(name="local", kind="local", root="/tmp/kd"))
-    yield transport
-    transport.close()
+@pytest.fixture
+def host(transport: Transport) -> Transport:
+    """What is tested with it is the contract of both."""
+    return transport
