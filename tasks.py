@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import os
 import pathlib
@@ -1002,6 +1003,47 @@ def releases(host_name: str, as_json: bool) -> None:
             for one in known["releases"]
         ],
     )
+
+
+@cli.command("unlock")
+@_host_option
+@click.option("--owner", metavar="NAME", help="Whose lock it must be; what is typed on a terminal.")
+@_json_option
+def unlock(host_name: str, owner: str | None, as_json: bool) -> None:
+    """Show who has a host's lock, and break it once their name has been typed.
+
+    A deployment that was killed leaves its lock behind. One that is still running loses it.
+    """
+    from remote.connection import connect
+    from remote.deploy import releases_of
+
+    host = _host(host_name)
+    with contextlib.closing(connect(host)) as transport:
+        releases = releases_of(transport, host)
+        holder = releases.lock_holder()
+        if holder is None:
+            if as_json:
+                _print_json({"holder": None, "broken": False})
+            else:
+                click.echo(f"nobody has the lock of {host.name}")
+            return
+        since = datetime.datetime.fromtimestamp(holder["at"], datetime.UTC)
+        click.echo(
+            f"{holder['owner']} has had the lock of {host.name} since "
+            f"{since:%Y-%m-%d %H:%M:%S} UTC: {holder['command']}",
+            err=True,
+        )
+        if owner is None and sys.stdin.isatty():
+            owner = click.prompt("break it? type the owner's name", default="", err=True)
+        broken = owner == holder["owner"]
+        if broken:
+            releases.break_lock(holder)
+        elif owner:
+            raise ConfigError(f"the lock is not {owner}'s", remedy=f"--owner {holder['owner']}")
+    if as_json:
+        _print_json({"holder": holder, "broken": broken})
+    else:
+        click.echo("broken" if broken else "left as it is")
 
 
 @hosts_group.command("check")

@@ -78,7 +78,13 @@ class Releases:
 
     def lock(self, *, owner: str, command: str, token: str) -> None:
         """Take the host's lock. Raises ReleaseRefused, with whose it is."""
-        self._ask("lock", owner=owner, command=command, token=token)
+        try:
+            self._ask("lock", owner=owner, command=command, token=token)
+        except ReleaseRefused as error:
+            raise ReleaseRefused(
+                error.problem,
+                remedy="wait until that has ended; `kd unlock` breaks one left behind",
+            ) from None
 
     def unlock(self, token: str) -> bool:
         """Give it back; whether there was one. Raises ReleaseRefused where it is not this one's."""

@@ -7,6 +7,7 @@ import os
 import pathlib
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -269,3 +270,49 @@ def test_a_reader_that_goes_away_is_no_failed_gate(
     process.stdout.close()
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.slow
+def test_a_checkout_becomes_a_release_of_this_machine(
+    kd: Kd, root: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """`local` of the inventory keeps it below HOME."""
+    if shutil.which("rsync") is None or not (root / ".git").exists():
+        pytest.skip("needs rsync and a git checkout")
+    there = {"HOME": str(tmp_path)}
+    preview = kd("deploy", "--dry-run", **there)
+    assert "new      tasks.py" in preview.stdout.splitlines()
+    assert not (tmp_path / ".local").exists()
+    deployed = kd("deploy", **there)
+    assert deployed.returncode == 0, deployed.stderr
+    release = deployed.stdout.strip()
+    assert (tmp_path / ".local/share/kd/releases" / release / "source/tasks.py").is_file()
+    known = json.loads(kd("releases", "--json", **there).stdout)
+    assert [one["release"] for one in known["releases"]] == [release]
+
+
+def test_a_lock_that_was_left_behind_is_broken_by_its_owners_name(
+    kd: Kd, tmp_path: pathlib.Path
+) -> None:
+    there = {"HOME": str(tmp_path)}
+    assert kd("unlock", **there).stdout == "nobody has the lock of local\n"
+    folder = tmp_path / ".local/share/kd"
+    folder.mkdir(parents=True)
+    lock = {"owner": "ann@there", "command": "kd deploy", "token": "x", "at": 1.0}
+    (folder / "lock.json").write_text(json.dumps(lock))
+    shown = kd("unlock", **there)
+    assert (shown.returncode, shown.stdout) == (0, "left as it is\n")
+    assert "ann@there has had the lock of local since 1970-01-01 00:00:01 UTC" in shown.stderr
+    assert kd("unlock", "--owner", "bob", **there).returncode == 2
+    refused = kd("deploy", **there)
+    assert refused.returncode == 2
+    assert "locked by ann@there" in refused.stderr
+    assert "kd unlock" in refused.stderr
+    assert kd("unlock", "--owner", "ann@there", **there).stdout == "broken\n"
+    assert not (folder / "lock.json").exists()
+
+
+def test_hosts_that_are_not_reached_are_exit_1(kd: Kd) -> None:
+    found = kd("hosts", "check", "local", "--json")
+    assert found.returncode == 0
+    assert json.loads(found.stdout)["local"]["reached"] is True
