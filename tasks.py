@@ -612,7 +612,7 @@ def serve(
     service = host.service
     line = serve_line(
         find_phase(_phases(), wanted),
-        python=host.python or server_python(),
+        python=str(pathlib.Path(host.python or server_python()).expanduser()),
         host_arguments=() if service is None else service.command_line(),
         extra=extra,
     )

@@ -53,6 +53,7 @@ def prepare(root: str) -> dict[str, Any]:
         "current": _current(place),
         "free_bytes": shutil.disk_usage(place).free,
         "rsync": shutil.which("rsync"),
+        "home": str(pathlib.Path.home()),
         "user": pwd.getpwuid(os.getuid()).pw_name,
     }
 

@@ -67,7 +67,9 @@ def main() -> None:
     try:
         service = json.loads((folder / "service.json").read_text(encoding="utf-8"))
         command = service["command"]
-        os.execvpe(command[0], command, environment(service, folder))
+        os.execvpe(
+            str(pathlib.Path(command[0]).expanduser()), command, environment(service, folder)
+        )
     except (OSError, ValueError, KeyError, Refused) as error:
         print(f"kd: the service cannot be started: {error}", file=sys.stderr, flush=True)
         raise SystemExit(78) from None  # EX_CONFIG: trying again changes nothing

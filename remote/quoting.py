@@ -13,7 +13,8 @@ __all__ = ["shell_line"]
 def shell_line(host: str, argv: Sequence[str]) -> str:
     """The shell line that runs exactly `argv`.
 
-    `exec` makes the first word a program's name, never a shell keyword, builtin or assignment.
+    `exec` makes the first word a program's name, never a shell keyword, builtin or assignment. One
+    that begins with `~/` lies in the home folder of the host.
     Raises TransportError, which names `host`, where `argv` cannot be a command.
     """
     if isinstance(argv, str) or not argv or not argv[0] or argv[0].startswith("-"):
@@ -22,4 +23,7 @@ def shell_line(host: str, argv: Sequence[str]) -> str:
         )
     if any("\0" in part for part in argv):
         raise TransportError(f"host {host}: `{argv[0]}`: an argument holds a NUL byte")
-    return f"exec {shlex.join(argv)}"
+    program, *arguments = (shlex.quote(part) for part in argv)
+    if argv[0].startswith("~/"):
+        program = f'"$HOME"/{shlex.quote(argv[0][2:])}'
+    return " ".join(("exec", program, *arguments))

@@ -13,7 +13,7 @@ import re
 import shlex
 import time
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from kdtree_engine.errors import ConfigError, MissingError
 from remote.errors import CommandFailed, TransportError
@@ -113,6 +113,12 @@ class _OfHost:
         self._unit = unit
         self._python = python
 
+    def _program(self, place: Mapping[str, Any]) -> str:
+        """The launcher's Python as a unit names it, which knows of no `~`. place: of `prepare`."""
+        if self._python.startswith("~/"):
+            return f"{place['home']}/{self._python[2:]}"
+        return self._python
+
 
 class Supervisor(_OfHost):
     """supervisord, one of kd's own under the root: for hosts without systemd (containers).
@@ -121,7 +127,8 @@ class Supervisor(_OfHost):
     """
 
     def install(self) -> None:
-        root = str(self._releases.prepare()["root"])
+        place = self._releases.prepare()
+        root = str(place["root"])
         if "%" in root:
             raise ConfigError(  # supervisor fills in some values twice, so that no quoting helps
                 f"host {self._transport.host}: supervisor cannot have a percent sign in root: "
@@ -134,7 +141,7 @@ class Supervisor(_OfHost):
                 f"host {self._transport.host}: root is too long for a socket in it: {root}",
                 remedy="choose a shorter root in remote/hosts.yaml",
             )
-        self._releases.put_service("supervisord.conf", self.config(root))
+        self._releases.put_service("supervisord.conf", self.config(root, self._program(place)))
         self._releases.put_service("launch.py", _LAUNCH.read_text(encoding="utf-8"))
         if self._control("pid", check=False) is None:
             self._run("-m", "supervisor.supervisord", "-c", self._file(root))
@@ -159,7 +166,7 @@ class Supervisor(_OfHost):
         said = self._control("status", self._unit, check=False) or ""
         return _supervisor_status(said)
 
-    def config(self, root: str) -> str:
+    def config(self, root: str, python: str) -> str:
         """`supervisord.conf`, for a root without a percent sign."""
 
         def word(value: str) -> str:
@@ -183,7 +190,7 @@ class Supervisor(_OfHost):
                 "[supervisorctl]",
                 f"serverurl=unix://{folder}/sock",
                 f"[program:{self._unit}]",
-                f"command={word(self._python)} {word(folder + '/launch.py')}",
+                f"command={word(python)} {word(folder + '/launch.py')}",
                 f"directory={folder}",
                 "autostart=false",
                 # It is for kd to say whether a service that ended is started again.
@@ -270,7 +277,7 @@ class Systemd(_OfHost):
         root, user = str(place["root"]), str(place["user"])
         self._releases.put_service("launch.py", _LAUNCH.read_text(encoding="utf-8"))
         name = f"{self._unit}.service"
-        self._releases.put_service(name, self.unit_text(root, user))
+        self._releases.put_service(name, self.unit_text(root, user, self._program(place)))
         self._root("install", "-m", "644", f"{root}/service/{name}", f"/etc/systemd/system/{name}")
         self._root("systemctl", "daemon-reload")
 
@@ -290,7 +297,7 @@ class Systemd(_OfHost):
         )
         return _systemd_status(done.stdout)
 
-    def unit_text(self, root: str, user: str) -> str:
+    def unit_text(self, root: str, user: str, python: str) -> str:
         """The unit file. systemd replaces `%` and splits words; both are quoted here."""
 
         def word(value: str) -> str:
@@ -313,7 +320,7 @@ class Systemd(_OfHost):
                 "Type=exec",
                 f"User={user}",
                 f"WorkingDirectory={path(folder)}",
-                f"ExecStart={word(self._python)} {word(folder + '/launch.py')}",
+                f"ExecStart={word(python)} {word(folder + '/launch.py')}",
                 # The whole group, and what a rank started.
                 "KillMode=control-group",
                 "TimeoutStopSec=60",

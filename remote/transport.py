@@ -47,7 +47,8 @@ class Transport(Protocol):
         """Run one program and wait for it.
 
         `argv` is quoted here: every part arrives as it is, whatever it holds. The program is looked
-        for on PATH; exit code 127 says that it is not there. Its stdin holds `input` and then ends.
+        for on PATH, or in the host's home folder where it begins with `~/`; exit code 127 says that
+        it is not there. Its stdin holds `input` and then ends.
         `env` is added to the host's own environment. What the program leaves running in the
         background, and prints from there, is not waited for.
 

@@ -223,7 +223,7 @@ def test_a_unit_is_one_that_systemd_takes(
         pytest.skip("systemd-analyze is not on PATH")
     manager = Systemd(LocalTransport(), host, unit="sglang", python=PYTHON)
     unit = tmp_path / "sglang.service"
-    unit.write_text(manager.unit_text(root, "root"))
+    unit.write_text(manager.unit_text(root, "root", PYTHON))
     done = subprocess.run(
         ["systemd-analyze", "verify", "--recursive-errors=no", str(unit)],
         capture_output=True,

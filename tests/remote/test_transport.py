@@ -7,6 +7,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 
@@ -309,3 +310,17 @@ def _ends(pid: int) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+def test_a_program_may_lie_in_the_home_folder(
+    host: Transport, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an inventory's `python` may."""
+    home = pathlib.Path(host.run(["sh", "-c", "cd && pwd"], timeout=10).stdout.strip())
+    with tempfile.TemporaryDirectory(dir=home, prefix="kd's test ") as folder:
+        program = pathlib.Path(folder) / "it's $(me)"
+        program.write_text('#!/bin/sh\necho "$1"\n')
+        program.chmod(0o700)
+        named = f"~/{program.relative_to(home)}"
+        assert host.run([named, "two  words"], timeout=10).stdout == "two  words\n"
+        assert host.run(["echo", "~/kept"], timeout=10).stdout == "~/kept\n"
