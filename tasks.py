@@ -954,6 +954,7 @@ def deploy(host_name: str, dry_run: bool, as_json: bool) -> None:
     that `kd build` made. What arrived is held against hashes before it is a release. The live
     service is not touched; validation there and promotion are not written yet.
     """
+    from phases.runner import signals_interrupt
     from remote.connection import connect
     from remote.deploy import Deployment
 
@@ -969,11 +970,17 @@ def deploy(host_name: str, dry_run: bool, as_json: bool) -> None:
             for what in ("new", "changed", "removed"):
                 for name in found[what]:
                     click.echo(f"{what:<8} {name.removeprefix('source/')}")
+            counts = ", ".join(
+                f"{len(found[what])} {what}" for what in ("new", "changed", "removed")
+            )
+            click.echo(f"{counts}, against {found['base'] or 'nothing'}", err=True)
             return
-        placed = deployment.run(transport, host, note=lambda text: click.echo(text, err=True))
+        with signals_interrupt():
+            placed = deployment.run(transport, host, note=lambda text: click.echo(text, err=True))
     if as_json:
         _print_json(placed)
     else:
+        click.echo(f"placed below {host.root}, and not promoted", err=True)
         click.echo(placed["release"])
 
 
@@ -992,12 +999,13 @@ def releases(host_name: str, as_json: bool) -> None:
         _print_json(known)
         return
     _print_table(
-        ("release", "revision", "by", "is"),
+        ("release", "revision", "by", "kernels", "state"),
         [
             (
                 one["release"],
                 (one.get("revision") or "unknown")[:12] + ("+" if one.get("changed") else ""),
                 str(one.get("by", "")),
+                "yes" if one.get("kernels") else "no",
                 ", ".join(what for what in ("current", "promoted", "bad") if one[what]),
             )
             for one in known["releases"]

@@ -35,7 +35,15 @@ from phases.gate import Gate, GateKind, Status
 from phases.phase import Phase
 from phases.worker import Outcome, run_gate
 
-__all__ = ["Event", "Selection", "engine_environment", "run", "select", "unproven"]
+__all__ = [
+    "Event",
+    "Selection",
+    "engine_environment",
+    "run",
+    "select",
+    "signals_interrupt",
+    "unproven",
+]
 
 Selection = Sequence[tuple[Phase, Gate]]
 
@@ -106,7 +114,7 @@ def run(
     """
     if not selection:
         raise ConfigError("no gate is selected")
-    with _alone(checkout), _signals_interrupt():
+    with _alone(checkout), signals_interrupt():
         store.newest([], host, machine.hostname)  # a broken record is better met now than later
         shutil.rmtree(checkout.scratch, ignore_errors=True)  # of a run that was killed
         revision, dirty = checkout.revision()
@@ -267,7 +275,7 @@ def _alone(checkout: Checkout) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _signals_interrupt() -> Iterator[None]:
+def signals_interrupt() -> Iterator[None]:
     """SIGTERM and SIGHUP end a run as Ctrl-C does; what comes after the first is ignored.
 
     A signal that is ignored already, as SIGHUP under nohup, stays so. Only the main thread may

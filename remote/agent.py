@@ -51,6 +51,7 @@ def prepare(root: str) -> dict[str, Any]:
     return {
         "root": str(place),
         "current": _current(place),
+        "base": _base(place),
         "free_bytes": shutil.disk_usage(place).free,
         "rsync": shutil.which("rsync"),
         "home": str(pathlib.Path.home()),
@@ -77,13 +78,16 @@ def expect(root: str, names: list[str]) -> dict[str, int]:
 
 
 def compare(root: str, manifest: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What a release of these files would change of the current one. Writes nothing."""
+    """What a release of these files would change of the one there is. Writes nothing.
+
+    base: the current release, or the newest where none is.
+    """
     place = _root(root)
-    current = _current(place)
-    there = _json(place / "releases" / current / "manifest.json") if current else None
+    base = _base(place)
+    there = _json(place / "releases" / base / "manifest.json") if base else None
     there = there or {}
     return {
-        "current": current,
+        "base": base,
         "new": sorted(set(manifest) - set(there)),
         "changed": sorted(
             name for name in manifest if name in there and there[name] != manifest[name]
@@ -324,6 +328,12 @@ def _current(place: pathlib.Path) -> str | None:
         return (place / "current").readlink().name
     except OSError:
         return None
+
+
+def _base(place: pathlib.Path) -> str | None:
+    """The release that is like the next one: the current, or the newest where none is."""
+    names = sorted(path.parent.name for path in (place / "releases").glob("*/release.json"))
+    return _current(place) or (names[-1] if names else None)
 
 
 def _faults(folder: pathlib.Path, manifest: dict[str, dict[str, Any]]) -> list[str]:

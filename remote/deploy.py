@@ -16,7 +16,15 @@ from kdtree_engine.errors import MissingError
 from kdtree_engine.library import LIBRARY_NAME
 from remote.inventory import Host
 from remote.releases import Releases
-from remote.sync import Manifest, deliver, manifest_of, new_release_name, tracked_files
+from remote.sync import (
+    Manifest,
+    deliver,
+    manifest_of,
+    new_release_name,
+    require_rsync,
+    tracked_files,
+    untracked_files,
+)
 from remote.transport import Transport
 from remote.wheel import make_wheel
 
@@ -42,16 +50,15 @@ class Deployment:
         """Raises where the host has a GPU and the wheel would lack the kernels for it."""
         if host.cuda_arch is None:
             return
-        library = self._engine / "kdtree_engine" / "lib" / LIBRARY_NAME
-        if not library.is_file():
+        if not self._library.is_file():
             raise MissingError(
                 f"host {host.name} has a GPU ({host.cuda_arch}), and there is no kernel library",
                 remedy="run `kd build`",
             )
-        require_current(library)
+        require_current(self._library)
 
     def preview(self, transport: Transport, host: Host) -> dict[str, Any]:
-        """What the checkout would change there: current, new, changed, removed. Writes nothing.
+        """What the checkout would change there: base, new, changed, removed. Writes nothing.
 
         The wheel is left out: it would have to be built to be compared.
         """
@@ -72,8 +79,17 @@ class Deployment:
         The live service and `current` are not touched. Two deployments at once share the folder
         that things arrive in, so the host's lock is held meanwhile.
         """
-        self.require_library(host)
+        names = tracked_files(self._engine)
         releases = releases_of(transport, host)
+        releases.known()  # a host that cannot be reached is better met before anything is built
+        self.require_library(host)
+        require_rsync(transport.host, releases.prepare())
+        if left := untracked_files(self.checkout):
+            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+            note(f"stays here, as git does not know it: {', '.join(left[:3])}{more}")
+        has_kernels = self._library.is_file()
+        if not has_kernels:
+            note("there is no kernel library (`kd build`): the release runs on CPUs alone")
         commit, changed = self.revision
         release = new_release_name(commit, dirty=bool(changed))
         by = f"{getpass.getuser()}@{socket.gethostname()}"
@@ -82,9 +98,14 @@ class Deployment:
             releases.locked(owner=by, command=f"kd deploy --host {host.name}"),
         ):
             note("builds the wheel")
-            names = tracked_files(self._engine)
             wheel = make_wheel(self._engine, names, pathlib.Path(scratch))
-            about = {"revision": commit, "changed": changed, "by": by, "wheel": wheel.name}
+            about = {
+                "revision": commit,
+                "changed": changed,
+                "by": by,
+                "wheel": wheel.name,
+                "kernels": has_kernels,
+            }
             placed = deliver(
                 transport,
                 releases,
@@ -96,6 +117,10 @@ class Deployment:
             )
             releases.audit({"did": "deploy", "by": by, "release": release, "result": "placed"})
         return placed
+
+    @property
+    def _library(self) -> pathlib.Path:
+        return self._engine / "kdtree_engine" / "lib" / LIBRARY_NAME
 
     @property
     def _engine(self) -> pathlib.Path:

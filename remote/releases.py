@@ -39,7 +39,11 @@ class Releases:
         self._root = root
 
     def prepare(self) -> dict[str, Any]:
-        """Make the folders. Returns root (absolute), current, free_bytes, rsync (its path)."""
+        """Make the folders, and say what there is.
+
+        root and home (absolute), user, rsync (its path), free_bytes, current, and base: the release
+        that is like the next one.
+        """
         return self._ask("prepare")
 
     def expect(self, names: list[str]) -> int:
@@ -47,7 +51,7 @@ class Releases:
         return int(self._ask("expect", _SLOW_S, names=names)["kept"])
 
     def compare(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """What a release of these files would change: current, new, changed, removed."""
+        """What a release of these files would change: base, new, changed, removed."""
         return self._ask("compare", manifest=manifest)
 
     def place(

@@ -22,7 +22,15 @@ from remote.errors import TransportError, last_words
 from remote.releases import Releases
 from remote.transport import Transport
 
-__all__ = ["Manifest", "deliver", "manifest_of", "new_release_name", "tracked_files"]
+__all__ = [
+    "Manifest",
+    "deliver",
+    "manifest_of",
+    "new_release_name",
+    "require_rsync",
+    "tracked_files",
+    "untracked_files",
+]
 
 Manifest = dict[str, dict[str, Any]]
 """{path: {"sha256": hex, "executable": bool}}"""
@@ -48,8 +56,11 @@ def tracked_files(root: pathlib.Path) -> list[str]:
             f"{root}: its files cannot be listed{last_words(os.fsdecode(listed.stderr), ': ')}",
             remedy="deploy from a git checkout",
         )
+    listing = [name for name in os.fsdecode(listed.stdout).split("\0") if name]
+    if not listing:
+        raise ConfigError(f"{root}: git knows no file here", remedy="deploy from a git checkout")
     names = []
-    for name in filter(None, os.fsdecode(listed.stdout).split("\0")):
+    for name in listing:
         try:
             kind = (root / name).lstat().st_mode
         except FileNotFoundError:
@@ -102,9 +113,7 @@ def deliver(
     manifest |= manifest_of(wheel.parent, [wheel.name], under="wheel")
     place = releases.prepare()
     host = transport.host
-    if shutil.which("rsync") is None or place["rsync"] is None:
-        where = f"host {host}" if place["rsync"] is None else "this machine"
-        raise MissingError(f"{where}: rsync is not on PATH", remedy="install rsync there")
+    require_rsync(host, place)
     needed = sum((checkout / name).stat().st_size for name in names) + 3 * wheel.stat().st_size
     if place["free_bytes"] < _ROOM * needed:
         raise TransportError(
@@ -113,20 +122,45 @@ def deliver(
         )
     kept = releases.expect(sorted(manifest))
     note(f"sends, {kept} are there" if kept else "sends")
-    _rsync(transport, checkout, names, f"{place['root']}/incoming/source")
+    _rsync(transport, checkout, names, f"{place['root']}/incoming/source", place["base"])
     transport.put(wheel, f"{place['root']}/incoming/wheel/{wheel.name}")
     note("verifies")
     return releases.place(release, manifest, about)
 
 
-def _rsync(transport: Transport, source: pathlib.Path, names: Sequence[str], target: str) -> None:
+def untracked_files(root: pathlib.Path) -> list[str]:
+    """The files that git neither knows nor ignores: they are not sent."""
+    done = subprocess.run(
+        ["git", "ls-files", "-z", "--others", "--exclude-standard"],
+        cwd=root,
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    return [name for name in os.fsdecode(done.stdout).split("\0") if name]
+
+
+def require_rsync(host: str, place: Mapping[str, Any]) -> None:
+    """Raises MissingError without rsync here or there. place: of `Releases.prepare`."""
+    if shutil.which("rsync") is None or place["rsync"] is None:
+        where = f"host {host}" if place["rsync"] is None else "this machine"
+        raise MissingError(f"{where}: rsync is not on PATH", remedy="install rsync there")
+
+
+def _rsync(
+    transport: Transport,
+    source: pathlib.Path,
+    names: Sequence[str],
+    target: str,
+    base: str | None = None,
+) -> None:
     line = [
         *("rsync", "--recursive", "--times", "--perms", "--partial", "--checksum"),
         # For this user alone; whether a file is a program is kept.
         "--chmod=Du=rwx,Dgo=,Fu=rwX,Fgo=",
         *("--files-from=-", "--from0", "--protect-args"),
-        # What the current release has as well takes no time and no room.
-        "--link-dest=../../current/source",
+        # What the last release has as well takes no time and no room.
+        *([f"--link-dest=../../releases/{base}/source"] if base else []),
         *transport.rsync_options(),
         f"{source}/",
         f"{transport.rsync_place(target)}/",

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from kdtree_engine.build import CompileError
-from kdtree_engine.errors import MissingError
+from kdtree_engine.errors import ConfigError, MissingError
 from remote.deploy import Deployment, releases_of
 from remote.inventory import LocalHost
 from remote.local import LocalTransport
@@ -50,9 +50,15 @@ def test_a_release_has_all_that_a_service_imports(
 ) -> None:
     deployment = Deployment(checkout, ("5f30ea020753", True))
     notes: list[str] = []
+    (checkout / "left behind").write_text("")
     about = deployment.run(LocalTransport(), host, note=notes.append)
     assert about["release"].endswith("-5f30ea0-changed")
-    assert notes[0] == "builds the wheel"
+    assert notes[:3] == [
+        "stays here, as git does not know it: left behind",
+        "there is no kernel library (`kd build`): the release runs on CPUs alone",
+        "builds the wheel",
+    ]
+    assert about["kernels"] is False
     placed = tmp_path / "root/releases" / about["release"]
     value = subprocess.run(
         [sys.executable, "-c", "import kdtree_engine; print(kdtree_engine.value)"],
@@ -77,6 +83,29 @@ def test_a_preview_writes_nothing(
     found = Deployment(checkout, (None, None)).preview(LocalTransport(), host)
     assert "source/README.md" in found["new"]
     assert not (tmp_path / "root").exists()
+
+
+def test_a_preview_is_against_the_newest_where_none_is_current(
+    checkout: pathlib.Path, host: LocalHost
+) -> None:
+    deployment = Deployment(checkout, (None, None))
+    about = deployment.run(LocalTransport(), host)
+    (checkout / "README.md").write_text("changed\n")
+    found = deployment.preview(LocalTransport(), host)
+    assert found == {
+        "base": about["release"],
+        "new": [],
+        "changed": ["source/README.md"],
+        "removed": [],
+    }
+
+
+def test_a_host_is_looked_for_before_anything_is_built(
+    checkout: pathlib.Path, host: LocalHost, tmp_path: pathlib.Path
+) -> None:
+    nowhere = host.model_copy(update={"python": "/not/there", "cuda_arch": "sm_120"})
+    with pytest.raises(ConfigError, match="/not/there is not there"):
+        Deployment(checkout, (None, None)).run(LocalTransport(), nowhere)
 
 
 def test_one_deployment_at_a_time(checkout: pathlib.Path, host: LocalHost) -> None:

@@ -265,7 +265,7 @@ def test_what_would_change_is_told_and_nothing_is_written(
     wanted["source/new"] = first["source/old"]
     before = sorted(root.rglob("*"))
     assert host.compare(wanted) == {
-        "current": "first",
+        "base": "first",
         "new": ["source/new"],
         "changed": ["source/text"],
         "removed": ["source/old"],

@@ -97,7 +97,6 @@ def test_what_has_not_changed_takes_no_room(
     checkout: pathlib.Path, wheel: pathlib.Path, root: pathlib.Path, transport: Transport
 ) -> None:
     send(checkout, wheel, root, "first", transport)
-    switch(root, "first")
     (checkout / "two words").write_text("changed")
     (checkout / "a/b/c.txt").unlink()
     send(checkout, wheel, root, "second", transport)
@@ -243,6 +242,13 @@ def test_a_link_in_the_checkout_is_refused(checkout: pathlib.Path) -> None:
 def test_a_folder_without_git_is_refused(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ConfigError, match="its files cannot be listed: fatal: not a git rep"):
         tracked_files(tmp_path)
+
+
+def test_a_folder_of_which_git_knows_nothing_is_refused(checkout: pathlib.Path) -> None:
+    (checkout / "inner").mkdir()
+    (checkout / "inner/file").write_text("")
+    with pytest.raises(ConfigError, match="inner: git knows no file here"):
+        tracked_files(checkout / "inner")
 
 
 def test_names_of_releases_sort_by_time() -> None:
