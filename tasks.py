@@ -77,6 +77,12 @@ Exit codes:
 """
 
 
+DEPLOY_EPILOG = """\b
+Exit codes:
+  0    it is a release there
+  2    wrong usage or configuration, or the host cannot be reached, is locked, or has no room
+  3    rsync or the kernel library is missing
+"""
 SERVE_EPILOG = """\b
 Exit codes:
   2    wrong usage or configuration
@@ -943,7 +949,7 @@ def hosts_list(as_json: bool) -> None:
     )
 
 
-@cli.command("deploy")
+@cli.command("deploy", epilog=DEPLOY_EPILOG)
 @_host_option
 @click.option("--dry-run", is_flag=True, help="Say what would change there, and write nothing.")
 @_json_option
