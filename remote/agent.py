@@ -21,6 +21,7 @@ Each step is one rename, so that whoever is killed leaves the state before it or
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -62,14 +63,16 @@ def prepare(root: str) -> dict[str, Any]:
 def expect(root: str, names: list[str]) -> dict[str, int]:
     """Of what came before a transfer broke off, keep what is wanted now; how much that is."""
     incoming = _root(root) / "incoming"
+    if incoming.is_symlink():
+        raise Refused(f"{incoming}: expected a folder, got a link")
     wanted = set(names)
     kept = 0
     for path in sorted(incoming.rglob("*"), reverse=True):  # what is in a folder before the folder
         if path.is_dir() and not path.is_symlink():
             with contextlib.suppress(OSError):
                 path.rmdir()  # if it is empty
-        elif path.relative_to(incoming).as_posix() in wanted:
-            kept += 1
+        elif path.relative_to(incoming).as_posix() in wanted and path.lstat().st_nlink == 1:
+            kept += 1  # one that an older release has as well would be changed there too
         else:
             path.unlink()
     for part in ("source", "wheel"):
@@ -149,7 +152,7 @@ def releases(root: str) -> dict[str, Any]:
     current = _current(place)
     promoted = [entry["release"] for entry in _log(place) if entry.get("result") == "promoted"]
     found = []
-    for folder in (place / "releases").glob("*"):
+    for folder in (place / "releases").glob("[!.]*"):
         about = _json(folder / "release.json")
         if about is None:
             continue
@@ -162,7 +165,8 @@ def releases(root: str) -> dict[str, Any]:
             }
         )
     found.sort(key=lambda about: (about["placed"], about["release"]))
-    previous = next((name for name in reversed(promoted) if name != current), None)
+    good = {one["release"] for one in found if not one["bad"]}
+    previous = next((name for name in reversed(promoted) if name != current and name in good), None)
     return {"current": current, "previous": previous, "releases": found}
 
 
@@ -192,6 +196,7 @@ def prune(root: str, keep: int) -> dict[str, list[str]]:
     if keep < 1:
         raise Refused(f"keep: expected 1 or more, got {keep}")
     place = _root(root)
+    _remove_hidden(place)  # what a prune that was killed left
     known = releases(root)
     order = [entry["release"] for entry in _log(place) if entry.get("result") == "promoted"]
     good = [one["release"] for one in known["releases"] if not one["bad"]]
@@ -212,9 +217,13 @@ def prune(root: str, keep: int) -> dict[str, list[str]]:
         gone = place / "releases" / f".removed.{name}"
         (place / "releases" / name).rename(gone)
         removed.append(name)
+    _remove_hidden(place)
+    return {"removed": removed}
+
+
+def _remove_hidden(place: pathlib.Path) -> None:
     for gone in (place / "releases").glob(".removed.*"):
         shutil.rmtree(gone)
-    return {"removed": removed}
 
 
 def lock(root: str, owner: str, command: str, token: str) -> dict[str, Any]:
@@ -332,7 +341,7 @@ def _current(place: pathlib.Path) -> str | None:
 
 def _base(place: pathlib.Path) -> str | None:
     """The release that is like the next one: the current, or the newest where none is."""
-    names = sorted(path.parent.name for path in (place / "releases").glob("*/release.json"))
+    names = sorted(path.parent.name for path in (place / "releases").glob("[!.]*/release.json"))
     return _current(place) or (names[-1] if names else None)
 
 
@@ -401,19 +410,22 @@ def _json(path: pathlib.Path) -> dict[str, Any] | None:
 def _log(place: pathlib.Path) -> list[dict[str, Any]]:
     """The promotions, oldest first. A last line that was cut short by a crash never happened."""
     try:
-        lines = (place / "promotions.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        content = (place / "promotions.jsonl").read_bytes()
     except FileNotFoundError:
         return []
     found = []
-    for number, line in enumerate(lines):
+    whole = content[: content.rfind(b"\n") + 1]  # `_append` writes over the rest
+    for number, line in enumerate(whole.split(b"\n")[:-1], 1):
         try:
-            found.append(json.loads(line))
+            entry = json.loads(line)
+            right = isinstance(entry, dict) and isinstance(entry.get("release"), str)
         except ValueError:
-            if number + 1 == len(lines) and not line.endswith("\n"):
-                break
+            right = False
+        if not right:
             raise Refused(
-                f"{place / 'promotions.jsonl'}, line {number + 1}: expected JSON"
-            ) from None
+                f"{place / 'promotions.jsonl'}, line {number}: expected JSON with a release"
+            )
+        found.append(entry)
     return found
 
 
@@ -424,7 +436,10 @@ def _append(path: pathlib.Path, entry: dict[str, Any]) -> None:
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             os.ftruncate(descriptor, _last_whole(descriptor, size))
-        os.write(descriptor, line)
+        size = os.fstat(descriptor).st_size
+        if os.write(descriptor, line) != len(line):
+            os.ftruncate(descriptor, size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

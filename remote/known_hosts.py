@@ -82,8 +82,9 @@ class KnownHosts:
         """
         where = f"host {host}: {address} port {port}"
         name = _name(address, port)
+        names = (name, _name(address, _SSH_PORT))  # revoked there, it is revoked at any port
         for entry in self._entries():
-            if entry.marker == "@revoked" and entry.key == key and entry.is_about(name):
+            if entry.marker == "@revoked" and entry.key == key and any(map(entry.is_about, names)):
                 raise HostKeyError(f"{where}: its key {key} was revoked in {entry.place}")
         known = self._about(address, port)
         if any(entry.key == key for entry in known):

@@ -102,10 +102,10 @@ class Releases:
         block goes before that one.
         """
         token = secrets.token_hex(16)
-        self.lock(owner=owner, command=command, token=token)
         try:
+            self.lock(owner=owner, command=command, token=token)
             yield
-        except BaseException:
+        except BaseException:  # the lock may be taken, and its answer lost: unlock knows the token
             with contextlib.suppress(TransportError):
                 self.unlock(token)
             raise

@@ -65,7 +65,8 @@ def tracked_files(root: pathlib.Path) -> list[str]:
             kind = (root / name).lstat().st_mode
         except FileNotFoundError:
             continue  # removed, and not committed yet
-        if not stat.S_ISREG(kind):
+        inside = (root / name).parent.resolve() == (root.resolve() / name).parent
+        if not (inside and stat.S_ISREG(kind)):
             raise ConfigError(f"{root / name}: expected a plain file, to be sent to a host")
         names.append(name)
     return names
@@ -168,7 +169,8 @@ def _rsync(
     try:
         done = subprocess.run(
             line,
-            input=os.fsencode("\0".join(names)),
+            # With ./ no name begins with # or ;, which rsync takes for a comment.
+            input=os.fsencode("\0".join(f"./{name}" for name in names)),
             capture_output=True,
             check=False,
             timeout=_LIMIT_S,

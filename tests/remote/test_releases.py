@@ -196,7 +196,9 @@ def test_a_line_that_a_crash_cut_short_never_happened(host: Releases, root: path
     host.promoted({"release": "c", "result": "promoted"})
     assert [json.loads(line)["release"] for line in log.read_text().splitlines()] == ["a", "c"]
     log.write_text("nonsense\n" + log.read_text())
-    with pytest.raises(ReleaseRefused, match=r"promotions\.jsonl, line 1: expected JSON"):
+    with pytest.raises(
+        ReleaseRefused, match=r"promotions\.jsonl, line 1: expected JSON with a release"
+    ):
         host.known()
 
 
@@ -214,6 +216,31 @@ def test_old_releases_go_and_what_is_needed_stays(host: Releases, root: pathlib.
     assert host.prune(2) == []
     with pytest.raises(ReleaseRefused, match="keep: expected 1 or more, got 0"):
         host.prune(0)
+
+
+def test_a_prune_that_was_killed_is_taken_up(host: Releases, root: pathlib.Path) -> None:
+    for name in ("a", "b"):
+        placed(host, root, name)
+        host.switch(name)
+        host.promoted({"release": name, "result": "promoted"})
+    (root / "releases/a").rename(root / "releases/.removed.a")
+    known = host.known()
+    assert [one["release"] for one in known["releases"]] == ["b"]
+    assert known["previous"] is None, "it is not there any more"
+    assert host.prune(5) == []
+    assert not (root / "releases/.removed.a").exists()
+
+
+def test_incoming_that_is_a_link_is_refused(host: Releases, root: pathlib.Path) -> None:
+    host.prepare()
+    other = root.parent / "precious"
+    other.mkdir()
+    (other / "file").write_text("")
+    (root / "incoming").rmdir()
+    (root / "incoming").symlink_to(other)
+    with pytest.raises(ReleaseRefused, match="expected a folder, got a link"):
+        host.expect([])
+    assert (other / "file").exists()
 
 
 def test_one_at_a_time_has_the_lock(host: Releases) -> None:

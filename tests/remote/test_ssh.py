@@ -153,6 +153,16 @@ def test_a_revoked_key_is_refused(server: SshServer, person: pathlib.Path) -> No
     assert f"was revoked in {path}:2" in refusal(server.host(), person)
 
 
+def test_a_key_that_was_revoked_without_a_port_is_refused(
+    server: SshServer, person: pathlib.Path
+) -> None:
+    """It is the key that was revoked: ssh refuses it at every port too."""
+    path = person / "known_hosts"
+    key = path.read_text().strip().splitlines()[-1].partition(" ")[2]
+    path.write_text(f"127.0.0.1 {key}\n@revoked 127.0.0.1 {key}\n")
+    assert f"was revoked in {path}:2" in refusal(server.host(), person)
+
+
 def test_known_hosts_may_be_hashed_patterns_several_or_of_another_kind(
     server: SshServer, person: pathlib.Path
 ) -> None:

@@ -23,7 +23,18 @@ from remote.sync import deliver, new_release_name, tracked_files
 from remote.transport import Transport
 
 pytestmark = pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not on PATH")
-NAMES = ["plain.py", "two words", "it's $(id)", "-n", "ü/new\nline", "a/b/c.txt", ":x", "empty"]
+NAMES = [
+    "plain.py",
+    "two words",
+    "it's $(id)",
+    "-n",
+    "ü/new\nline",
+    "a/b/c.txt",
+    ":x",
+    "empty",
+    "#1",
+    ";",
+]
 
 
 @pytest.fixture
@@ -237,6 +248,38 @@ def test_a_link_in_the_checkout_is_refused(checkout: pathlib.Path) -> None:
     subprocess.run(["git", "add", "link"], cwd=checkout, check=True)
     with pytest.raises(ConfigError, match="link: expected a plain file"):
         tracked_files(checkout)
+
+
+def test_a_file_behind_a_link_to_elsewhere_is_refused(
+    checkout: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/c.txt").write_text("not of this checkout")
+    shutil.rmtree(checkout / "a/b")
+    (checkout / "a/b").symlink_to(tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"a/b/c\.txt: expected a plain file"):
+        tracked_files(checkout)
+
+
+def test_a_release_is_never_changed_by_a_later_transfer(
+    checkout: pathlib.Path,
+    wheel: pathlib.Path,
+    root: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not even by one that broke off with files that it shares, and whose modes changed then."""
+    send(checkout, wheel, root, "first")
+    old = root / "releases/first/source/two words"
+    before = (old.stat().st_mode, old.stat().st_mtime_ns)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalTransport, "put", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            send(checkout, wheel, root, "second")
+    (checkout / "two words").chmod(0o755)
+    os.utime(checkout / "two words", (1, 1))
+    send(checkout, wheel, root, "second")
+    assert (old.stat().st_mode, old.stat().st_mtime_ns) == before
+    assert (root / "releases/second/source/two words").stat().st_mode & 0o100
 
 
 def test_a_folder_without_git_is_refused(tmp_path: pathlib.Path) -> None:
