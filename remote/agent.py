@@ -14,6 +14,7 @@ one line of JSON, `{"done": ...}` or `{"error": TEXT}`. So no name from here eve
     ROOT/promotions.jsonl          each promotion, in order: the one truth about what came before
     ROOT/lock.json                 who changes something right now
     ROOT/service                   what starts the service, and its log
+    ROOT/jobs/NAME                 what runs here for long: its log, and how it ended
 
 Each step is one rename, so that whoever is killed leaves the state before it or the state after it.
 """
@@ -31,6 +32,7 @@ import re
 import shutil
 import signal
 import stat
+import subprocess
 import sys
 import time
 import zipfile
@@ -312,6 +314,122 @@ def kill_group(root: str, pid: int) -> dict[str, list[int]]:
     return found
 
 
+def start_job(
+    root: str, name: str, command: list[str], environment: dict[str, str], given: str = ""
+) -> dict[str, Any]:
+    """Let a program run here that outlives this request and its connection.
+
+    It is in a session of its own, reads `given`, and prints to `log`. How it ends is in `exit`.
+    """
+    folder = _job(root, name)
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        raise Refused(f"there is a job {name} already") from None
+    _write(folder / "given", given)
+    with (folder / "given").open("rb") as stdin, (folder / "log").open("wb") as printed:
+        started = subprocess.Popen(
+            [sys.executable, "-I", "-c", _KEEPER, str(folder / "exit"), *command],
+            stdin=stdin,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=str(folder),
+            env={**os.environ, **environment},
+        )
+    about = {"pid": started.pid, "since": _since(started.pid), "at": time.time()}
+    _write(folder / "job.json", json.dumps(about) + "\n")
+    return about
+
+
+# It waits for the program, as nobody else would, and is not ended by what ends the program.
+_KEEPER = """
+import os, signal, subprocess, sys
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, lambda *of_no_use: None)
+place, *command = sys.argv[1:]
+try:
+    code = subprocess.call(command)
+except OSError as error:
+    print(f"{command[0]} cannot be run: {error.strerror}", file=sys.stderr, flush=True)
+    code = 127
+with open(place + ".part", "w") as taken:
+    taken.write(str(code))
+    taken.flush()
+    os.fsync(taken.fileno())
+os.replace(place + ".part", place)
+"""
+
+
+def look_at_job(root: str, name: str, offset: int = 0) -> dict[str, Any]:
+    """What a job has printed from byte `offset` on, and whether it goes on.
+
+    exit_code: None while it goes on, and of one that ended with nobody to see it (`alive` false).
+    """
+    folder = _job(root, name)
+    about = _json(folder / "job.json")
+    if about is None:
+        raise Refused(f"there is no job {name}")
+    # Whether it lives is asked first: what it printed last is then read for certain.
+    alive = about["since"] is not None and _since(about["pid"]) == about["since"]
+    try:
+        code: int | None = int((folder / "exit").read_text())
+    except FileNotFoundError:
+        code = None
+    with (folder / "log").open("rb") as printed:
+        printed.seek(offset)
+        block = printed.read(_BLOCK)
+    # A character that is not there to its end yet stays for the next look.
+    whole = block if code is not None or not alive else block[: _whole_characters(block)]
+    return {
+        "text": whole.decode("utf-8", "replace"),
+        "offset": offset + len(whole),
+        "alive": alive and code is None,
+        "exit_code": code,
+    }
+
+
+def end_job(root: str, name: str, number: int = signal.SIGTERM) -> dict[str, bool]:
+    """Send a signal to a job and all that it has started; whether it was there."""
+    about = _json(_job(root, name) / "job.json")
+    if about is None or about["since"] is None or _since(about["pid"]) != about["since"]:
+        return {"was_alive": False}
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(about["pid"], number)
+    return {"was_alive": True}
+
+
+def _job(root: str, name: str) -> pathlib.Path:
+    if not _ID.fullmatch(name):
+        raise Refused(f"{name!r} cannot be a job's name")
+    return _root(root) / "jobs" / name
+
+
+def _since(pid: int) -> int | None:
+    """When a process was started, in ticks since the machine was; None where there is none.
+
+    A number is given again to another process; number and time together are not.
+    """
+    try:
+        fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+def _whole_characters(block: bytes) -> int:
+    """Where the last character of UTF-8 that is there whole ends."""
+    for back in range(1, min(4, len(block)) + 1):
+        byte = block[-back]
+        if byte < 0x80:
+            return len(block) - back + 1
+        if byte >= 0xC0:
+            wanted = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return len(block) if back >= wanted else len(block) - back
+    return len(block)
+
+
 def audit(root: str, entry: dict[str, Any]) -> dict[str, Any]:
     """Add one line to the audit log."""
     entry = {**entry, "at": time.time()}
@@ -508,6 +626,9 @@ _DOES = {
         put_service,
         group_of,
         kill_group,
+        start_job,
+        look_at_job,
+        end_job,
         audit,
     )
 }

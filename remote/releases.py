@@ -6,6 +6,7 @@ import contextlib
 import json
 import pathlib
 import secrets
+import signal
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -131,6 +132,22 @@ class Releases:
     def kill_group(self, pid: int) -> None:
         """Kill those processes."""
         self._ask("kill_group", pid=pid)
+
+    def start_job(
+        self, name: str, command: list[str], environment: Mapping[str, str], given: str = ""
+    ) -> None:
+        """Let a program run there that outlives this connection. given: what it reads."""
+        self._ask(
+            "start_job", name=name, command=command, environment=dict(environment), given=given
+        )
+
+    def look_at_job(self, name: str, offset: int = 0) -> dict[str, Any]:
+        """text that it printed from byte `offset` on, the next offset, alive and exit_code."""
+        return self._ask("look_at_job", name=name, offset=offset)
+
+    def end_job(self, name: str, number: int = signal.SIGTERM) -> bool:
+        """Send a signal to it and all that it started; whether it was there."""
+        return bool(self._ask("end_job", name=name, number=int(number))["was_alive"])
 
     def audit(self, entry: Mapping[str, Any]) -> None:
         """Add to the audit log."""

@@ -1,0 +1,60 @@
+"""Work on a host that takes long: it goes on there when the connection or this machine goes away."""
+
+from __future__ import annotations
+
+import datetime
+import secrets
+import time
+from collections.abc import Callable
+
+from remote.errors import TransportError
+from remote.releases import Releases
+
+__all__ = ["follow", "new_job_name"]
+
+_PATIENCE_S = 60.0
+_MORE = 1 << 16  # bytes of a log beyond which the next look comes at once
+
+
+def new_job_name(what: str) -> str:
+    """Sorts by time: `promote-20261130T140102Z-a1b2c3`."""
+    return f"{what}-{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
+
+
+def follow(
+    releases: Releases,
+    name: str,
+    said: Callable[[str], None],
+    *,
+    poll_s: float = 1.0,
+    patience_s: float = _PATIENCE_S,
+) -> int:
+    """Give each whole line that a job prints to `said`, until it ends; its exit code.
+
+    A host that does not answer for a while is asked again, for `patience_s` seconds. Raises
+    TransportError after that, and where the job ended with nobody to see how (a restarted host).
+    """
+    offset, rest, lost = 0, "", None
+    while True:
+        try:
+            found = releases.look_at_job(name, offset)
+        except TransportError:
+            lost = lost or time.monotonic()
+            if time.monotonic() - lost > patience_s:
+                raise
+            time.sleep(poll_s)
+            continue
+        lost = None
+        *lines, rest = (rest + found["text"]).split("\n")
+        for line in lines:
+            said(line)
+        grown = found["offset"] - offset
+        offset = found["offset"]
+        if not found["alive"] and grown == 0:
+            if rest:
+                said(rest)
+            if found["exit_code"] is None:
+                raise TransportError(f"job {name} ended on its host, and nothing says how")
+            return int(found["exit_code"])
+        if grown < _MORE:
+            time.sleep(poll_s)

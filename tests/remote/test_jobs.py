@@ -1,0 +1,80 @@
+"""Work that outlives the connection it was begun over, on this machine and over SSH."""
+
+from __future__ import annotations
+
+import pathlib
+import signal
+import sys
+import time
+
+import pytest
+
+from remote.jobs import follow, new_job_name
+from remote.releases import ReleaseRefused, Releases
+from remote.transport import Transport
+
+
+@pytest.fixture
+def releases(transport: Transport, tmp_path: pathlib.Path) -> Releases:
+    return Releases(transport, python=sys.executable, root=str(tmp_path / "root"))
+
+
+def test_its_lines_and_exit_code_arrive(releases: Releases) -> None:
+    program = "import sys; print('one', sys.stdin.read()); print('zwei ü'); sys.exit(3)"
+    releases.start_job("a", [sys.executable, "-c", program], {}, "given")
+    lines: list[str] = []
+    assert follow(releases, "a", lines.append, poll_s=0.05) == 3
+    assert lines == ["one given", "zwei ü"]
+
+
+def test_it_goes_on_when_the_connection_is_gone(releases: Releases, transport: Transport) -> None:
+    releases.start_job("a", ["sh", "-c", "sleep 1; echo $WORD"], {"WORD": "a'b $(c)"})
+    transport.close()
+    lines: list[str] = []
+    assert follow(releases, "a", lines.append, poll_s=0.05) == 0
+    assert lines == ["a'b $(c)"]
+
+
+def test_a_signal_reaches_all_that_it_started(releases: Releases) -> None:
+    releases.start_job("a", ["sh", "-c", "sleep 60 & sleep 61"], {})
+    time.sleep(0.3)
+    assert releases.end_job("a")
+    assert follow(releases, "a", print, poll_s=0.05) == -signal.SIGTERM
+    assert not releases.end_job("a")
+
+
+def test_one_that_nobody_saw_the_end_of_is_told_apart(releases: Releases) -> None:
+    releases.start_job("a", ["sleep", "60"], {})
+    releases.end_job("a", signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while (found := releases.look_at_job("a"))["alive"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert (found["alive"], found["exit_code"]) == (False, None)
+    with pytest.raises(Exception, match="nothing says how"):
+        follow(releases, "a", print, poll_s=0.05)
+
+
+def test_a_program_that_is_not_there_says_so(releases: Releases) -> None:
+    releases.start_job("a", ["/no/such program"], {})
+    lines: list[str] = []
+    assert follow(releases, "a", lines.append, poll_s=0.05) == 127
+    assert lines == ["/no/such program cannot be run: No such file or directory"]
+
+
+def test_a_name_is_taken_once_and_is_no_path(releases: Releases) -> None:
+    name = new_job_name("test")
+    releases.start_job(name, ["true"], {})
+    with pytest.raises(ReleaseRefused, match="already"):
+        releases.start_job(name, ["true"], {})
+    with pytest.raises(ReleaseRefused, match="cannot be a job's name"):
+        releases.start_job("../a", ["true"], {})
+    with pytest.raises(ReleaseRefused, match="there is no job"):
+        releases.look_at_job("b")
+
+
+def test_a_character_is_not_cut_in_two(releases: Releases) -> None:
+    program = "import os, time; os.write(1, b'a\\xf0\\x9f'); time.sleep(0.6); os.write(1, b'\\x8c\\xb3\\n')"
+    releases.start_job("a", [sys.executable, "-c", program], {})
+    lines: list[str] = []
+    assert follow(releases, "a", lines.append, poll_s=0.05) == 0
+    assert lines == ["a\N{DECIDUOUS TREE}"]
