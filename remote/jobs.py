@@ -1,4 +1,4 @@
-"""Work on a host that takes long: it goes on there when the connection or this machine goes away."""
+"""Work on a host that takes long: it goes on there when the connection is gone."""
 
 from __future__ import annotations
 

@@ -73,7 +73,12 @@ def test_a_name_is_taken_once_and_is_no_path(releases: Releases) -> None:
 
 
 def test_a_character_is_not_cut_in_two(releases: Releases) -> None:
-    program = "import os, time; os.write(1, b'a\\xf0\\x9f'); time.sleep(0.6); os.write(1, b'\\x8c\\xb3\\n')"
+    program = """
+import os, time
+os.write(1, b'a\\xf0\\x9f')
+time.sleep(0.6)
+os.write(1, b'\\x8c\\xb3\\n')
+"""
     releases.start_job("a", [sys.executable, "-c", program], {})
     lines: list[str] = []
     assert follow(releases, "a", lines.append, poll_s=0.05) == 0
