@@ -12,7 +12,8 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -83,6 +84,16 @@ Exit codes:
   2    wrong usage or configuration, or the host cannot be reached, is locked, or has no room
   3    rsync or the kernel library is missing
 """
+PROMOTE_EPILOG = """\b
+Exit codes:
+  0    it is live (of `kd record`: the tokens are written)
+  1    it was not fit; what was live before is live again
+  2    wrong usage or configuration, or the host cannot be reached or is locked; nothing has changed
+  4    it was not fit, and what was live before does not serve either
+  130  interrupted; what was live before is live again
+"""
+
+
 SERVE_EPILOG = """\b
 Exit codes:
   2    wrong usage or configuration
@@ -91,6 +102,7 @@ Else those of the server, which takes this command's place.
 """
 
 
+_LOOK_S = 1.0  # between two looks at a log that is followed
 _CHECK_S = 30.0  # for each command of `kd hosts check`
 
 
@@ -167,6 +179,10 @@ def _completing(names: Callable[[], Iterable[str]]) -> Callable[..., list[Comple
 
 def _phase_names() -> Iterable[str]:
     return ["all", *(str(phase.number) for phase in _phases())]
+
+
+def _promotable_names() -> Iterable[str]:
+    return ["stock", *(str(phase.number) for phase in _phases() if phase.profile.arguments)]
 
 
 def _gate_names() -> Iterable[str]:
@@ -360,9 +376,15 @@ def verify(
 @click.option("--host", "host_name", metavar="NAME", shell_complete=_completing(_host_names))
 @_json_option
 def status(host_name: str | None, as_json: bool) -> None:
-    """Phases x hosts from the newest evidence; stale means that the code has changed since."""
+    """Phases x hosts from the newest evidence; stale means that the code has changed since.
+
+    With --host, first what is live there: its service, the lock, what was done last.
+    """
     from phases.report import status_rows
 
+    live = None
+    if host_name is not None and _host(host_name).service is not None:
+        live = _live_status(host_name)
     phases, store, here = _phases(), _store(_checkout()), socket.gethostname()
     places = [place for place in store.machines() if place != ("local", here)]
     columns = {
@@ -378,32 +400,78 @@ def status(host_name: str | None, as_json: bool) -> None:
         kept = store.among([record], phases)
         columns[f"kept: {name}"] = (record.host, record.machine.hostname, kept)
     if host_name is not None:
-        _host(host_name)
         columns = {label: column for label, column in columns.items() if column[0] == host_name}
-        if not columns:
+        if not columns and live is None:
             click.echo(f"no evidence of host {host_name}", err=True)
     if as_json:
-        _print_json(
-            [
-                {
-                    "host": host,
-                    "hostname": hostname,
-                    "label": label,
-                    "gates": {
-                        name: {
-                            "status": evidence.gate.status,
-                            "stale": evidence.stale,
-                            "run": evidence.record.run,
-                        }
-                        for name, evidence in gates.items()
-                    },
-                }
-                for label, (host, hostname, gates) in columns.items()
-            ]
-        )
+        evidence = [
+            {
+                "host": host,
+                "hostname": hostname,
+                "label": label,
+                "gates": {
+                    name: {
+                        "status": evidence.gate.status,
+                        "stale": evidence.stale,
+                        "run": evidence.record.run,
+                    }
+                    for name, evidence in gates.items()
+                },
+            }
+            for label, (host, hostname, gates) in columns.items()
+        ]
+        _print_json(evidence if live is None else {**live, "evidence": evidence})
         return
-    rows = status_rows(phases, [gates for _, _, gates in columns.values()])
-    _print_table(("phase", "gate", *columns), rows)
+    if live is not None:
+        _print_live(live)
+    if columns:
+        rows = status_rows(phases, [gates for _, _, gates in columns.values()])
+        _print_table(("phase", "gate", *columns), rows)
+
+
+def _live_status(host_name: str) -> dict[str, Any]:
+    """What is live on a host, as its promotion log, its manager and its lock say."""
+    host = _host(host_name)
+    with _live_service(host) as live:
+        found = live.releases.promotions()
+        shown = ("name", "release", "phase", "by", "at")
+        now, before = (
+            None if entry is None else {name: entry.get(name) for name in shown}
+            for entry in (found["live"], found["previous"])
+        )
+        record = live.releases.tokens()
+        return {
+            "host": host.name,
+            "service": dataclasses.asdict(live.manager.status()),
+            "live": now,
+            "previous": before,
+            "lock": live.releases.lock_holder(),
+            "tokens": record and {name: record[name] for name in ("at", "by", "server")},
+            "audit": live.releases.audited(5),
+        }
+
+
+def _print_live(found: dict[str, Any]) -> None:
+    def when(at: float) -> str:
+        return f"{datetime.datetime.fromtimestamp(at, datetime.UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+    service, live, lock = found["service"], found["live"], found["lock"]
+    pid = f", process {service['pid']}" if service["pid"] else ""
+    rows = [
+        ("service", f"{service['state']}{pid}"),
+        ("live", f"{live['name']}, by {live['by']}, {when(live['at'])}" if live else "nothing"),
+        ("before", found["previous"]["name"] if found["previous"] else "nothing"),
+        ("lock", f"{lock['owner']}, {when(lock['at'])}: {lock['command']}" if lock else "free"),
+        ("tokens", when(found["tokens"]["at"]) if found["tokens"] else "not recorded (kd record)"),
+    ]
+    rows += [
+        (
+            "done",
+            f"{when(one['at'])} {one['by']}: {one['did']}, {one['result']}; {one.get('text', '')}",
+        )
+        for one in found["audit"]
+    ]
+    _print_table((f"{found['host']}", ""), rows)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1017,6 +1085,256 @@ def releases(host_name: str, as_json: bool) -> None:
             for one in known["releases"]
         ],
     )
+
+
+@cli.command("record", epilog=PROMOTE_EPILOG)
+@_host_option
+@_json_option
+@click.pass_context
+def record_tokens(ctx: click.Context, host_name: str, as_json: bool) -> None:
+    """Write down what a host's model says, for every promotion to be held against.
+
+    SGLang is started there as the inventory says, without kd's engine and without speculation, and
+    asked for greedy tokens. What is live stops meanwhile, and is live again afterwards.
+    """
+    from phases.recorded import draw_prompts, expected, without_speculation
+
+    host = _host(host_name)
+    with _live_service(host) as live:
+        before = live.releases.tokens()
+        if before is not None:
+            live.checks_of_live = expected(before).checks
+        model = live.model()
+        prompts = draw_prompts(
+            vocabulary=model["vocabulary"],
+            positions=model["positions"],
+            count=host.health.prompts,
+            new_tokens=host.health.new_tokens,
+        )
+        outcome = live.record(
+            without_speculation(host.service.command_line()),
+            prompts,
+            command=f"kd record --host {host.name}",
+            note=_note,
+        )
+    ctx.exit(_changed(outcome, host.name, as_json))
+
+
+@cli.command("promote", epilog=PROMOTE_EPILOG)
+@click.argument("wanted", metavar="N|stock", shell_complete=_completing(_promotable_names))
+@_host_option
+@click.option("--release", metavar="ID", help="Which release. Default: the newest that is not bad.")
+@click.option(
+    "--force",
+    metavar="REASON",
+    help="Promote without the evidence that lacks, and say why; never without token-exactness.",
+)
+@_json_option
+@click.pass_context
+def promote(
+    ctx: click.Context,
+    wanted: str,
+    host_name: str,
+    release: str | None,
+    force: str | None,
+    as_json: bool,
+) -> None:
+    """Make phase N's profile the live service of a host, if its gates have passed there.
+
+    The service is stopped, started with the release, waited for, and must give the tokens that `kd
+    record` wrote down, for as long as the inventory says. If it does not, what was live before is
+    started again and checked in the same way. The host does this by itself: a connection that
+    breaks changes nothing. Ctrl-C puts back what was live. `stock` is SGLang without kd's engine.
+    """
+    from phases.promotable import lacking, refused_even_if_forced
+    from phases.registry import find_phase
+    from phases.serve import require_profile
+    from remote.promotion import Target
+
+    host = _host(host_name)
+    command = f"kd promote {wanted} --host {host.name}"
+    with _live_service(host) as live:
+        if wanted == "stock":
+            if release is not None:
+                raise ConfigError("stock SGLang is no release", remedy="leave --release out")
+            target, forced = Target(None, None, (), {}), None
+        else:
+            phase = find_phase(_phases(), wanted)
+            require_profile(phase)
+            profile = phase.profile
+            chosen = _release_of(live.releases, release)
+            target = Target(chosen, phase.number, profile.arguments, profile.environment)
+            states = _validation(host, live).states(chosen, phase.number)
+            lacks, forced = lacking(states), None
+            if lacks:
+                never = refused_even_if_forced(states)
+                if force is None or never or not force.strip():
+                    for line in lacks:
+                        click.echo(f"kd: {line}", err=True)
+                    raise ConfigError(
+                        f"phase {phase.number} is not proven on {host.name} with {chosen}: "
+                        f"{len(lacks)} gates lack evidence"
+                        + (f", and {', '.join(never)} can never be forced" if never else ""),
+                        remedy=f"kd validate {phase.number} --host {host.name} --release {chosen}",
+                    )
+                forced = {"reason": force, "lacks": lacks}
+        now = live.releases.promotions()["live"]
+        if now is not None and (now["release"], now["phase"]) == (target.release, target.phase):
+            click.echo(f"{target.name} is live already (kd restart starts it anew)", err=True)
+            if as_json:
+                _print_json({"host": host.name, "result": "promoted", "text": "live already"})
+            return
+        outcome = live.promote(target, _checks(live), command=command, note=_note, forced=forced)
+    ctx.exit(_changed(outcome, host.name, as_json))
+
+
+@cli.command("rollback", epilog=PROMOTE_EPILOG)
+@_host_option
+@click.option("--to", "release", metavar="ID", help="The release. Default: what was live before.")
+@_json_option
+@click.pass_context
+def rollback(ctx: click.Context, host_name: str, release: str | None, as_json: bool) -> None:
+    """Make live again what was live before, just as it was started then.
+
+    It is held against the recorded tokens, as a promotion is. A second rollback goes further back.
+    """
+    host = _host(host_name)
+    with _live_service(host) as live:
+        found = live.releases.promotions()
+        if release is None:
+            entry = found["previous"]
+        else:
+            named = [one for one in found["entries"] if one["release"] == release]
+            entry = named[-1] if named else None
+        if found["live"] is None or entry is None:
+            what = f"release {release} was never live" if release else "nothing was live before"
+            raise ConfigError(f"host {host.name}: {what}", remedy=f"kd releases --host {host.name}")
+        there = {one["release"] for one in live.releases.known()["releases"]}
+        if entry["release"] is not None and entry["release"] not in there:
+            raise ConfigError(
+                f"host {host.name}: release {entry['release']} is not there any more",
+                remedy=f"kd releases --host {host.name}",
+            )
+        command = f"kd rollback --host {host.name}" + (f" --to {release}" if release else "")
+        outcome = live.again("rollback", entry, _checks(live), command=command, note=_note)
+    ctx.exit(_changed(outcome, host.name, as_json))
+
+
+@cli.command("restart", epilog=PROMOTE_EPILOG)
+@_host_option
+@_json_option
+@click.pass_context
+def restart(ctx: click.Context, host_name: str, as_json: bool) -> None:
+    """Stop what is live on a host and start it again; its tokens are checked."""
+    host = _host(host_name)
+    with _live_service(host) as live:
+        entry = live.releases.promotions()["live"]
+        if entry is None:
+            raise ConfigError(f"host {host.name}: nothing is live", remedy="kd promote")
+        command = f"kd restart --host {host.name}"
+        outcome = live.again("restart", entry, _checks(live), command=command, note=_note)
+    ctx.exit(_changed(outcome, host.name, as_json))
+
+
+@cli.command("logs")
+@_host_option
+@click.option("-f", "--follow", is_flag=True, help="Go on as the service prints, until Ctrl-C.")
+@click.option("-n", "--lines", type=click.IntRange(0, 10_000), default=50, show_default=True)
+@_json_option
+def logs(host_name: str, follow: bool, lines: int, as_json: bool) -> None:
+    """What the live service of a host has printed. --json: one object a look, with its text."""
+    host = _host(host_name)
+    with _live_service(host) as live:
+        found = live.releases.look_at_log(None, lines)
+        while True:
+            if as_json:
+                click.echo(json.dumps({"host": host.name, **found}))
+            else:
+                click.echo(found["text"], nl=False)
+            sys.stdout.flush()
+            if not follow:
+                return
+            offset = found["offset"]
+            while not found["text"] or found["offset"] == offset:
+                time.sleep(_LOOK_S)
+                found = live.releases.look_at_log(offset)
+                if found["text"]:
+                    break
+
+
+def _note(text: str) -> None:
+    click.echo(text, err=True)
+
+
+@contextlib.contextmanager
+def _live_service(host: Any) -> Iterator[Any]:
+    """The live service of a host, connected inside the `with` block; SIGTERM is Ctrl-C there."""
+    from phases.runner import signals_interrupt
+    from phases.service import server_python
+    from remote.connection import connect
+    from remote.deploy import releases_of
+    from remote.promotion import LiveService
+
+    with contextlib.closing(connect(host)) as transport, signals_interrupt():
+        yield LiveService(
+            transport,
+            releases_of(transport, host),
+            host,
+            python=host.python or server_python(),
+            manager_python=host.python or sys.executable,
+        )
+
+
+def _checks(live: Any) -> list[dict[str, Any]]:
+    """What a service must say, of the model that is there now."""
+    from phases.recorded import expected
+
+    record = live.releases.tokens()
+    if record is None:
+        raise ConfigError(
+            "no tokens are recorded that a service could be held against", remedy="kd record"
+        )
+    found = expected(record)
+    model = live.model()
+    if any(record["model"].get(name) != model[name] for name in ("path", "config", "files")):
+        raise ConfigError(
+            f"the recorded tokens are of another model than {model['path']} is now",
+            remedy="kd record",
+        )
+    return found.checks
+
+
+def _release_of(releases: Any, wanted: str | None) -> str:
+    """The release called so; the newest that is not bad where none is named."""
+    known = releases.known()["releases"]
+    names = [one["release"] for one in known]
+    if wanted is not None:
+        if wanted not in names:
+            raise UnknownName("release", wanted, names)
+        return wanted
+    good = [one["release"] for one in known if not one["bad"]]
+    if not good:
+        raise ConfigError("there is no release that is not bad", remedy="kd deploy")
+    newest: str = good[-1]
+    return newest
+
+
+def _changed(outcome: Any, host_name: str, as_json: bool) -> ExitCode:
+    """Tell how a change of the live service ended."""
+    if as_json:
+        _print_json(
+            {
+                "host": host_name,
+                "result": outcome.result,
+                "text": outcome.text,
+                "job": outcome.job,
+            }
+        )
+    else:
+        click.echo(f"{host_name}: {outcome.text}", err=not outcome.done)
+    if outcome.done:
+        return ExitCode.PASSED
+    return ExitCode.DOWN if outcome.result == "down" else ExitCode.FAILED
 
 
 @cli.command("unlock")

@@ -168,7 +168,8 @@ def releases(root: str) -> dict[str, Any]:
         )
     found.sort(key=lambda about: (about["placed"], about["release"]))
     good = {one["release"] for one in found if not one["bad"]}
-    previous = next((name for name in reversed(promoted) if name != current and name in good), None)
+    before = [entry["release"] for entry in reversed(history(_log(place)))]
+    previous = next((name for name in before if name != current and name in good), None)
     return {"current": current, "previous": previous, "releases": found}
 
 
@@ -178,6 +179,44 @@ def promoted(root: str, entry: dict[str, Any]) -> dict[str, Any]:
     entry = {**entry, "at": time.time()}
     _append(place / "promotions.jsonl", entry)
     return entry
+
+
+def promotions(root: str) -> dict[str, Any]:
+    """What is live, what came before it, and every promotion, oldest first.
+
+    live: the entry that was promoted last; None where nothing was. previous: what a rollback makes
+    live; None where nothing came before.
+    """
+    entries = _log(_root(root))
+    stack = history(entries)
+    return {
+        "live": stack[-1] if stack else None,
+        "previous": stack[-2] if len(stack) > 1 else None,
+        "entries": entries,
+    }
+
+
+def history(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is live, after what it came, and so on: the last one is live.
+
+    A rollback takes away what came after the one that it went back to. So a second rollback goes
+    further back, and never to what was left by the first.
+    """
+
+    def what(entry: dict[str, Any]) -> tuple[Any, Any]:
+        return entry["release"], entry.get("phase")
+
+    stack: list[dict[str, Any]] = []
+    for entry in entries:
+        if entry.get("result") != "promoted":
+            continue
+        known = [what(one) for one in stack]
+        if entry.get("back") and what(entry) in known:
+            del stack[len(known) - 1 - known[::-1].index(what(entry)) :]
+        elif known and known[-1] == what(entry):
+            stack.pop()
+        stack.append(entry)
+    return stack
 
 
 def mark_bad(root: str, release: str, why: str) -> dict[str, Any]:
@@ -291,6 +330,113 @@ def put_service(root: str, name: str, text: str) -> dict[str, str]:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _write(folder / name, text)
     return {"path": str(folder / name)}
+
+
+def no_release(root: str) -> dict[str, str | None]:
+    """Let `current` point at nothing: what is live is no release of kd's."""
+    place = _root(root)
+    before = _current(place)
+    with contextlib.suppress(FileNotFoundError):
+        (place / "current").unlink()
+    _sync(place)
+    return {"before": before}
+
+
+def remove_service(root: str) -> dict[str, Any]:
+    """Let nothing be live: no `service.json` that a manager could start, no `current`."""
+    with contextlib.suppress(FileNotFoundError):
+        (_root(root) / "service" / "service.json").unlink()
+    return no_release(root)
+
+
+def service_leader(root: str) -> int | None:
+    """The first process of the service that was started last, as `launch.py` wrote it down.
+
+    It leads a group even after it has died. None where its number is another process's by now,
+    which cannot be while a process of its group lives.
+    """
+    about = _json(_root(root) / "service" / "service.pid")
+    if about is None or _since(about["pid"]) not in (None, about["since"]):
+        return None
+    pid: int = about["pid"]
+    return pid
+
+
+def manage(root: str, manager: dict[str, Any], what: str) -> dict[str, Any]:
+    """`install`, `start`, `stop` or `status` of the service's manager; its status then."""
+    from remote import managers  # it imports this module, and comes with it
+
+    if what not in ("install", "start", "stop", "status"):
+        raise Refused(f"a manager cannot {what!r}")
+    made = managers.manager_of(str(_root(root)), manager)
+    if what != "status":
+        getattr(made, what)()
+    return made.status()
+
+
+def look_at_log(root: str, offset: int | None, lines: int = 0) -> dict[str, Any]:
+    """What the service has printed from byte `offset` on; its last `lines` where that is None."""
+    path = _root(root) / "service" / "service.log"
+    try:
+        with path.open("rb") as printed:
+            end = printed.seek(0, os.SEEK_END)
+            if offset is None:
+                printed.seek(max(0, end - _BLOCK))
+                kept = printed.read().splitlines(keepends=True)
+                block = b"".join(kept[-lines:]) if lines else b""
+                offset = end - len(block)
+            else:
+                offset = offset if offset <= end else 0  # the manager began it anew
+                printed.seek(offset)
+                block = printed.read(_BLOCK)
+    except FileNotFoundError:
+        return {"text": "", "offset": 0, "path": str(path)}
+    whole = block[: _whole_characters(block)]
+    return {
+        "text": whole.decode("utf-8", "replace"),
+        "offset": offset + len(whole),
+        "path": str(path),
+    }
+
+
+def put_tokens(root: str, record: dict[str, Any]) -> dict[str, str]:
+    """Write down the tokens that releases are held against."""
+    path = _root(root) / "tokens.json"
+    _write(path, json.dumps(record) + "\n")
+    return {"path": str(path)}
+
+
+def tokens(root: str) -> dict[str, Any]:
+    """What `put_tokens` wrote; None where nothing was recorded."""
+    return {"record": _json(_root(root) / "tokens.json")}
+
+
+def model_of(path: str) -> dict[str, Any]:
+    """What tells one model's folder from another, and how many tokens it knows and takes.
+
+    files: a hash over the names and sizes of its weights, as reading a terabyte takes too long.
+    """
+    folder = pathlib.Path(path).expanduser()
+    config = _json(folder / "config.json")
+    if config is None:
+        raise Refused(f"{folder} has no config.json: expected the folder of a model")
+    inner = config.get("text_config")  # of a model that sees as well
+    text = inner if isinstance(inner, dict) else config
+    weights = sorted(
+        (one.relative_to(folder).as_posix(), one.stat().st_size)
+        for kind in ("*.safetensors", "*.bin", "*.gguf")
+        for one in folder.rglob(kind)
+    )
+    try:
+        return {
+            "path": str(folder),
+            "config": file_digest(folder / "config.json"),
+            "files": _digest(json.dumps(weights)),
+            "vocabulary": int(text["vocab_size"]),
+            "positions": int(text.get("max_position_embeddings", 0)) or None,
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise Refused(f"{folder / 'config.json'}: no number of tokens: {error!r}") from error
 
 
 def group_of(root: str, pid: int) -> dict[str, list[int]]:
@@ -431,10 +577,15 @@ def _whole_characters(block: bytes) -> int:
 
 
 def audit(root: str, entry: dict[str, Any]) -> dict[str, Any]:
-    """Add one line to the audit log."""
+    """Add one line to the audit log: who did what."""
     entry = {**entry, "at": time.time()}
     _append(_root(root) / "audit.jsonl", entry)
     return entry
+
+
+def audited(root: str, last: int) -> dict[str, Any]:
+    """The last lines of the audit log, oldest first."""
+    return {"entries": _lines(_root(root) / "audit.jsonl")[-last:]}
 
 
 def _root(root: str) -> pathlib.Path:
@@ -527,8 +678,18 @@ def _json(path: pathlib.Path) -> dict[str, Any] | None:
 
 def _log(place: pathlib.Path) -> list[dict[str, Any]]:
     """The promotions, oldest first. A last line that was cut short by a crash never happened."""
+    path = place / "promotions.jsonl"
+    found = _lines(path)
+    for number, entry in enumerate(found, 1):
+        # None is stock SGLang, which is no release.
+        if not isinstance(entry.get("release", 0), (str, type(None))):
+            raise Refused(f"{path}, line {number}: expected JSON with a release")
+    return found
+
+
+def _lines(path: pathlib.Path) -> list[dict[str, Any]]:
     try:
-        content = (place / "promotions.jsonl").read_bytes()
+        content = path.read_bytes()
     except FileNotFoundError:
         return []
     found = []
@@ -536,13 +697,10 @@ def _log(place: pathlib.Path) -> list[dict[str, Any]]:
     for number, line in enumerate(whole.split(b"\n")[:-1], 1):
         try:
             entry = json.loads(line)
-            right = isinstance(entry, dict) and isinstance(entry.get("release"), str)
         except ValueError:
-            right = False
-        if not right:
-            raise Refused(
-                f"{place / 'promotions.jsonl'}, line {number}: expected JSON with a release"
-            )
+            entry = None
+        if not isinstance(entry, dict):
+            raise Refused(f"{path}, line {number}: expected JSON with a release")
         found.append(entry)
     return found
 
@@ -617,6 +775,7 @@ _DOES = {
         switch,
         releases,
         promoted,
+        promotions,
         mark_bad,
         prune,
         lock,
@@ -624,12 +783,21 @@ _DOES = {
         break_lock,
         lock_holder,
         put_service,
+        no_release,
+        remove_service,
+        service_leader,
+        manage,
+        look_at_log,
+        put_tokens,
+        tokens,
+        model_of,
         group_of,
         kill_group,
         start_job,
         look_at_job,
         end_job,
         audit,
+        audited,
     )
 }
 
@@ -649,6 +817,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"{where}{error.strerror or error}"}
 
 
-if __name__ == "__main__":
+def main(request: dict[str, Any]) -> None:
+    """Answer one request on stdout."""
     os.umask(0o077)
-    print(json.dumps(answer(json.load(sys.stdin))), flush=True)
+    print(json.dumps(answer(request)), flush=True)

@@ -67,12 +67,17 @@ class Health(_Model):
     stalled_log_s: how long the log of a starting service may stand still.
     poll_s: seconds between two looks.
     sustain_s: how long the service must stay healthy before it counts.
+    answer_s: the longest that it may take to answer the prompts whose tokens are compared.
+    prompts, new_tokens: how many those are, and how many tokens follow each.
     """
 
     start_ceiling_s: _Seconds = 3600.0
     stalled_log_s: _Seconds = 600.0
     poll_s: _Seconds = 5.0
     sustain_s: _Seconds = 120.0
+    answer_s: _Seconds = 300.0
+    prompts: Annotated[int, pydantic.Field(ge=1, le=64)] = 6
+    new_tokens: Annotated[int, pydantic.Field(ge=1, le=512)] = 48
 
     @pydantic.model_validator(mode="after")
     def _looks_often_enough(self) -> Health:
@@ -135,6 +140,7 @@ class _AnyHost(_Model):
     root: the folder that everything of kd is put in.
     cuda_arch: what kernels are built for, such as sm_120; None for a host without a GPU.
     service: None for a host that only checks kernels.
+    keep: how many promoted releases stay, beside the current and the previous one.
     """
 
     name: Annotated[str, pydantic.Field(pattern=_HOST_NAME)]
@@ -142,6 +148,7 @@ class _AnyHost(_Model):
     cuda_arch: Annotated[str, pydantic.Field(pattern=r"^sm_\d{2,3}[af]?$")] | None = None
     service: Service | None = None
     health: Health = Health()
+    keep: Annotated[int, pydantic.Field(ge=1)] = 5
 
 
 class LocalHost(_AnyHost):

@@ -61,12 +61,22 @@ def environment(service: dict[str, object], folder: pathlib.Path) -> dict[str, s
     }
 
 
+def _write_down(folder: pathlib.Path) -> None:
+    """Which process leads the service: should it die, its group can still be found and ended."""
+    pid = os.getpid()  # it stays the same when this becomes the service
+    since = pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    part = folder / ".service.pid.part"
+    part.write_text(json.dumps({"pid": pid, "since": int(since)}))
+    part.replace(folder / "service.pid")
+
+
 def main() -> None:
     """Become the service."""
     folder = pathlib.Path(__file__).resolve().parent
     try:
         service = json.loads((folder / "service.json").read_text(encoding="utf-8"))
         command = service["command"]
+        _write_down(folder)
         os.execvpe(
             str(pathlib.Path(command[0]).expanduser()), command, environment(service, folder)
         )

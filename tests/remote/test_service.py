@@ -14,19 +14,17 @@ from typing import Any
 
 import pytest
 
-from kdtree_engine.errors import ConfigError, MissingError
-from remote import launch
+from kdtree_engine.errors import ConfigError
+from remote import launch, managers
 from remote.errors import TransportError
 from remote.inventory import LocalHost, Service
 from remote.local import LocalTransport
-from remote.releases import Releases
+from remote.releases import ReleaseRefused, Releases
 from remote.service import (
     State,
     Status,
     Supervisor,
     Systemd,
-    _supervisor_status,
-    _systemd_status,
     manager_of,
     service_document,
 )
@@ -167,9 +165,9 @@ def test_a_python_without_supervisor_is_one_line(host: Releases, tmp_path: pathl
     bare.write_text(f'#!/bin/sh\nexec {PYTHON} -S "$@"\n')
     bare.chmod(0o755)
     manager = Supervisor(LocalTransport(), host, unit="sglang", python=str(bare))
-    with pytest.raises(MissingError, match="has no supervisor") as caught:
+    with pytest.raises(ReleaseRefused, match="has no supervisor") as caught:
         manager.install()
-    assert "pip install supervisor" in str(caught.value.remedy)
+    assert "pip install supervisor" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +195,8 @@ def test_a_root_that_supervisor_cannot_have_is_refused(
     ],
 )
 def test_what_supervisor_says(said: str, status: tuple[State, int | None]) -> None:
-    assert _supervisor_status(said) == Status(*status, said)
+    state, pid = status
+    assert managers.supervisor_status(said) == {"state": state, "pid": pid, "said": said}
 
 
 @pytest.mark.parametrize(
@@ -212,7 +211,8 @@ def test_what_supervisor_says(said: str, status: tuple[State, int | None]) -> No
     ],
 )
 def test_what_systemd_says(said: str, status: Status) -> None:
-    assert _systemd_status(said) == status
+    found = managers.systemd_status(said)
+    assert Status(State(found["state"]), found["pid"], found["said"]) == status
 
 
 @pytest.mark.parametrize("root", ["/srv/kd", '/srv/100% "kd" $HOME\\x'])
