@@ -1026,7 +1026,8 @@ def releases(host_name: str, as_json: bool) -> None:
 def unlock(host_name: str, owner: str | None, as_json: bool) -> None:
     """Show who has a host's lock, and break it once their name has been typed.
 
-    A deployment that was killed leaves its lock behind. One that is still running loses it.
+    A deployment that was killed leaves its lock behind. One that is still running loses it. The
+    owner of a lock file that cannot be read is `damaged`.
     """
     from remote.connection import connect
     from remote.deploy import releases_of
@@ -1042,11 +1043,12 @@ def unlock(host_name: str, owner: str | None, as_json: bool) -> None:
                 click.echo(f"nobody has the lock of {host.name}")
             return
         since = datetime.datetime.fromtimestamp(holder["at"], datetime.UTC)
-        click.echo(
-            f"{holder['owner']} has had the lock of {host.name} since "
-            f"{since:%Y-%m-%d %H:%M:%S} UTC: {holder['command']}",
-            err=True,
-        )
+        when = f"since {since:%Y-%m-%d %H:%M:%S} UTC"
+        if holder["owner"] == "damaged":
+            said = f"the lock of {host.name} is damaged {when}, and says no owner: type `damaged`"
+        else:
+            said = f"{holder['owner']} has had the lock of {host.name} {when}: {holder['command']}"
+        click.echo(said, err=True)
         if owner is None and sys.stdin.isatty():
             owner = click.prompt("break it? type the owner's name", default="", err=True)
         broken = owner == holder["owner"]

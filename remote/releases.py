@@ -113,7 +113,10 @@ class Releases:
         self.unlock(token)
 
     def lock_holder(self) -> dict[str, Any] | None:
-        """owner, command and at (Unix time) of the lock; None where nobody has it."""
+        """owner, command and at (Unix time) of the lock; None where nobody has it.
+
+        The owner of a lock file that cannot be read is `damaged`.
+        """
         holder: dict[str, Any] | None = self._ask("lock_holder")["holder"]
         return holder
 

@@ -310,6 +310,10 @@ def test_a_lock_that_was_left_behind_is_broken_by_its_owners_name(
     assert "kd unlock" in refused.stderr
     assert kd("unlock", "--owner", "ann@there", **there).stdout == "broken\n"
     assert not (folder / "lock.json").exists()
+    (folder / "lock.json").write_text("")
+    assert "the lock of local is damaged since 20" in kd("unlock", **there).stderr
+    assert kd("unlock", "--owner", "damaged", **there).stdout == "broken\n"
+    assert not (folder / "lock.json").exists()
 
 
 def test_hosts_that_are_not_reached_are_exit_1(kd: Kd) -> None:
