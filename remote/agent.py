@@ -322,6 +322,39 @@ def kill_group(root: str, pid: int) -> dict[str, list[int]]:
     return found
 
 
+def service_left(root: str) -> dict[str, list[int]]:
+    """Processes that live of the service that was started last, whatever its manager knows of it.
+
+    A manager names no process once the first one has died. `launch.py` noted which that was.
+    """
+    folder = _root(root) / "service"
+    try:
+        noted = json.loads((folder / "service.pid").read_text(encoding="utf-8"))
+        first, started = int(noted["pid"]), int(noted["started"])
+    except (OSError, ValueError, KeyError, TypeError):
+        first = started = 0
+    if first < 2:
+        return {"processes": []}  # none was started, or none that could be told from another
+    found = group_of(root, first)["processes"]
+    now = _since(first)
+    if now is None:
+        # A group's number is not given again while the group lives. It may have ended though, and
+        # the number become another's who has ended too: only what works in this folder is ours.
+        found = [process for process in found if _works_in(process, folder)]
+    elif now != started:
+        found = []
+    return {"processes": found}
+
+
+def end_service_left(root: str, kill: bool) -> dict[str, list[int]]:
+    """Ask what `service_left` finds to end, or kill it."""
+    found = service_left(root)
+    for process in found["processes"]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL if kill else signal.SIGTERM)
+    return found
+
+
 def start_job(
     root: str, name: str, command: list[str], environment: dict[str, str], given: str = ""
 ) -> dict[str, Any]:
@@ -531,6 +564,13 @@ def _locked(place: pathlib.Path, held: dict[str, Any]) -> str:
     return f"locked by {held['owner']} since {_when(held['at'])}: {held['command']}"
 
 
+def _works_in(process: int, folder: pathlib.Path) -> bool:
+    try:
+        return folder.samefile(f"/proc/{process}/cwd")
+    except OSError:  # gone by now, or another user's
+        return False
+
+
 def _faults(folder: pathlib.Path, manifest: dict[str, dict[str, Any]]) -> list[str]:
     """What in `folder` is not as in `manifest`, in a few words each."""
     found = set()
@@ -694,6 +734,8 @@ _DOES = {
         put_service,
         group_of,
         kill_group,
+        service_left,
+        end_service_left,
         start_job,
         look_at_job,
         end_job,

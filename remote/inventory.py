@@ -47,6 +47,8 @@ def _a_variable(text: str) -> str:
     # A message of our own, as pydantic's would show the text: it may hold a secret.
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", text, re.ASCII):
         raise ValueError("must be the name of a variable, without a value")
+    if text == "PYTHONPATH":
+        raise ValueError("cannot be PYTHONPATH, which is set to the release's engine")
     return text
 
 

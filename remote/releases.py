@@ -136,6 +136,14 @@ class Releases:
         """Kill those processes."""
         self._ask("kill_group", pid=pid)
 
+    def service_left(self) -> list[int]:
+        """The processes that live of the service started last, its first one or others."""
+        return list(self._ask("service_left")["processes"])
+
+    def end_service_left(self, *, kill: bool) -> None:
+        """Ask those processes to end, or kill them."""
+        self._ask("end_service_left", kill=kill)
+
     def start_job(
         self, name: str, command: list[str], environment: Mapping[str, str], given: str = ""
     ) -> None:

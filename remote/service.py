@@ -12,7 +12,7 @@ import pathlib
 import re
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from kdtree_engine.errors import ConfigError, MissingError
@@ -27,6 +27,8 @@ _LIMIT_S = 30.0
 _STOP_LIMIT_S = 120.0
 _GRACE_S = 10.0
 _LAUNCH = pathlib.Path(__file__).with_name("launch.py")
+_UNITS = "/etc/systemd/system"
+_WRITTEN = "# Written by kd."  # how a unit begins that may be overwritten
 
 
 class State(enum.StrEnum):
@@ -54,11 +56,17 @@ class Manager(Protocol):
         ...
 
     def start(self) -> None:
-        """Start what `service.json` says now. Raises TransportError where it ends at once."""
+        """Start what `service.json` says now, once nothing lives of what was started before.
+
+        Raises TransportError where it ends at once.
+        """
         ...
 
     def stop(self) -> None:
-        """End it, with every process of its group. Raises TransportError where one stays."""
+        """End it, with every process of its group. Raises TransportError where one stays.
+
+        What lives of a service whose first process has died is ended too.
+        """
         ...
 
     def status(self) -> Status:
@@ -79,7 +87,16 @@ def service_document(
     site: the folder of a release that goes before SGLang on PYTHONPATH; None of the host's own
     PYTHONPATH is kept, as it could bring another engine. arguments, environment: of the phase's
     profile, after the host's own.
+
+    Raises ConfigError where the inventory wants a variable from the host that is set here.
     """
+    twice = sorted({*environment, "PYTHONPATH"} & {*service.environment})
+    if twice:
+        raise ConfigError(
+            f"service {service.unit}: {', '.join(twice)} is set for the release, and cannot come "
+            "from the host as well",
+            remedy="take it from the service's `environment` in remote/hosts.yaml",
+        )
     return {
         "command": [
             *(python, "-m", "sglang.launch_server"),
@@ -119,6 +136,28 @@ class _OfHost:
             return f"{place['home']}/{self._python[2:]}"
         return self._python
 
+    def _wait_for_group(self, pid: int) -> None:
+        """Until no process of the group or session of `pid` lives.
+
+        A manager waits for the first process alone. One that ignores being asked to end outlives it
+        and holds its GPU memory: it is killed after a moment.
+        """
+        _wait_until_gone(
+            self._transport,
+            lambda: self._releases.group_of(pid),
+            lambda: self._releases.kill_group(pid),
+        )
+
+    def _end_left(self) -> None:
+        """End what lives of the service that was started last. The manager may know none of it."""
+        if self._releases.service_left():
+            self._releases.end_service_left(kill=False)
+            _wait_until_gone(
+                self._transport,
+                self._releases.service_left,
+                lambda: self._releases.end_service_left(kill=True),
+            )
+
 
 class Supervisor(_OfHost):
     """supervisord, one of kd's own under the root: for hosts without systemd (containers).
@@ -135,6 +174,13 @@ class Supervisor(_OfHost):
                 f"{root}",
                 remedy="choose another root in remote/hosts.yaml",
             )
+        for what, path in (("root", root), ("python", self._program(place))):
+            if re.search(r"\s[#;]", path):  # the rest of a line is a comment then, quoted or not
+                raise ConfigError(
+                    f"host {self._transport.host}: supervisor cannot have a space before # or ; "
+                    f"in {what}: {path}",
+                    remedy=f"choose another {what} in remote/hosts.yaml",
+                )
         # A socket's path is short on every system, and a root may be long.
         if len(f"{root}/service/sock") > 100:
             raise ConfigError(
@@ -150,6 +196,8 @@ class Supervisor(_OfHost):
             self._control("add", self._unit, check=False)  # it may be there
 
     def start(self) -> None:
+        if self.status().state is not State.RUNNING:
+            self._end_left()
         # Read anew, now that nothing runs by what it said before: `update` would end what runs.
         self._control("reread")
         self._control("remove", self._unit, check=False)
@@ -158,9 +206,11 @@ class Supervisor(_OfHost):
 
     def stop(self) -> None:
         before = self.status()
-        if before.pid is not None:
+        if before.state is State.RUNNING:
             self._control("stop", self._unit, limit_s=_STOP_LIMIT_S)
-            _wait_until_gone(self._transport, self._releases, before.pid)
+        if before.pid is not None:
+            self._wait_for_group(before.pid)
+        self._end_left()
 
     def status(self) -> Status:
         said = self._control("status", self._unit, check=False) or ""
@@ -275,20 +325,24 @@ class Systemd(_OfHost):
     def install(self) -> None:
         place = self._releases.prepare()
         root, user = str(place["root"]), str(place["user"])
-        self._releases.put_service("launch.py", _LAUNCH.read_text(encoding="utf-8"))
         name = f"{self._unit}.service"
+        self._refuse_another_s(f"{_UNITS}/{name}")
+        self._releases.put_service("launch.py", _LAUNCH.read_text(encoding="utf-8"))
         self._releases.put_service(name, self.unit_text(root, user, self._program(place)))
-        self._root("install", "-m", "644", f"{root}/service/{name}", f"/etc/systemd/system/{name}")
+        self._root("install", "-m", "644", f"{root}/service/{name}", f"{_UNITS}/{name}")
         self._root("systemctl", "daemon-reload")
 
     def start(self) -> None:
+        if self.status().state is not State.RUNNING:
+            self._end_left()
         self._root("systemctl", "start", self._unit)
 
     def stop(self) -> None:
         before = self.status()
         self._root("systemctl", "stop", self._unit, limit_s=_STOP_LIMIT_S)
         if before.pid is not None:
-            _wait_until_gone(self._transport, self._releases, before.pid)
+            self._wait_for_group(before.pid)
+        self._end_left()
 
     def status(self) -> Status:
         done = self._transport.run(
@@ -310,7 +364,7 @@ class Systemd(_OfHost):
         folder = f"{root}/service"
         return "\n".join(
             (
-                "# Written by kd. A change here is lost at the next promotion.",
+                f"{_WRITTEN} A change here is lost at the next promotion.",
                 "[Unit]",
                 f"Description=SGLang, as kd promoted it ({self._unit})",
                 "After=network-online.target",
@@ -337,6 +391,22 @@ class Systemd(_OfHost):
             )
         )
 
+    def _refuse_another_s(self, path: str) -> None:
+        """Raises ConfigError for a unit that kd has not written, or a link in its place."""
+        there = self._transport.run(
+            ["test", "-e", path, "-o", "-L", path], timeout=_LIMIT_S, check=False
+        )
+        if there.exit_code == 1:
+            return
+        link = self._transport.run(["test", "-L", path], timeout=_LIMIT_S, check=False)
+        first = self._transport.run(["head", "-n", "1", path], timeout=_LIMIT_S, check=False)
+        if link.exit_code != 1 or not first.stdout.startswith(_WRITTEN):
+            raise ConfigError(
+                f"host {self._transport.host}: {path} is there, and kd has not written it: it is "
+                f"no file that begins with `{_WRITTEN}`",
+                remedy="name another `unit` in remote/hosts.yaml, or remove that one there",
+            )
+
     def _root(self, *words: str, limit_s: float = _LIMIT_S) -> None:
         """As root; sudo never asks."""
         may = self._transport.run(["id", "-u"], timeout=_LIMIT_S).stdout.strip() == "0"
@@ -357,17 +427,18 @@ def _systemd_status(said: str) -> Status:
     return Status(state, pid or None, found.get("Result", ""))
 
 
-def _wait_until_gone(transport: Transport, releases: Releases, pid: int) -> None:
-    """Until no process of the group or session of `pid` lives.
+def _wait_until_gone(
+    transport: Transport, living: Callable[[], list[int]], kill: Callable[[], None]
+) -> None:
+    """Until `living` finds no process; those that take longer than a moment are killed.
 
-    A manager waits for the first process alone. One that ignores being asked to end outlives it and
-    holds its GPU memory: it is killed after a moment. Raises TransportError where one stays.
+    Raises TransportError where one stays.
     """
-    for kill in (False, True):
-        if kill:
-            releases.kill_group(pid)
+    for last in (False, True):
+        if last:
+            kill()
         deadline = time.monotonic() + _GRACE_S
-        while left := releases.group_of(pid):
+        while left := living():
             if time.monotonic() > deadline:
                 break
             time.sleep(0.2)

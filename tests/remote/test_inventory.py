@@ -138,6 +138,12 @@ def test_names_with_spaces_and_quotes_in_paths_are_kept(hosts_file: pathlib.Path
         ),
         (
             "tensor_parallel: 8",
+            "tensor_parallel: 8\n      environment: [HF_TOKEN, PYTHONPATH]",
+            13,
+            "field service.environment.1: cannot be PYTHONPATH, which is set to the release's",
+        ),
+        (
+            "tensor_parallel: 8",
             "tensor_parallel: 8\n    health: {poll_s: 900}",
             13,
             "field health: poll_s must be shorter",
