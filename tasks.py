@@ -80,7 +80,7 @@ Exit codes:
 
 DEPLOY_EPILOG = """\b
 Exit codes:
-  0    it is a release there
+  0    it is a release there, on every host that was named
   2    wrong usage or configuration, or the host cannot be reached, is locked, or has no room
   3    rsync or the kernel library is missing
 """
@@ -201,6 +201,21 @@ def _host_names() -> Iterable[str]:
     return list(load_inventory(_checkout().hosts_file).hosts)
 
 
+def _host_and_group_names() -> Iterable[str]:
+    from remote.inventory import load_inventory
+
+    inventory = load_inventory(_checkout().hosts_file)
+    return [*inventory.hosts, *inventory.groups]
+
+
+def _complete_hosts(ctx: click.Context, param: click.Parameter, word: str) -> list[CompletionItem]:
+    """The last name of `ct200,la`."""
+    before = word[: word.rfind(",") + 1]
+    return _completing(lambda: [before + name for name in _host_and_group_names()])(
+        ctx, param, word
+    )
+
+
 def _run_names() -> Iterable[str]:
     return ["latest", *(record.run for record in _store(_checkout()).own_records())]
 
@@ -214,6 +229,16 @@ _host_option = click.option(
     metavar="NAME",
     help="A host of remote/hosts.yaml.",
     shell_complete=_completing(_host_names),
+)
+# Its commands do one host after the other: see `_on_each`.
+_hosts_option = click.option(
+    "--host",
+    "host_names",
+    default="local",
+    show_default=True,
+    metavar="NAME[,NAME...]",
+    help="Hosts or groups of remote/hosts.yaml; one host after the other.",
+    shell_complete=_complete_hosts,
 )
 
 
@@ -1004,25 +1029,40 @@ def hosts_group() -> None:
 @hosts_group.command("list")
 @_json_option
 def hosts_list(as_json: bool) -> None:
-    """Every host of remote/hosts.yaml."""
+    """Every host of remote/hosts.yaml, with the groups that it is in."""
     from remote.inventory import load_inventory
 
-    hosts = load_inventory(_checkout().hosts_file).hosts
+    inventory = load_inventory(_checkout().hosts_file)
+    hosts = inventory.hosts
+    groups = {
+        name: [group for group, members in inventory.groups.items() if name in members]
+        for name in hosts
+    }
     if as_json:
-        _print_json({name: host.model_dump(mode="json") for name, host in hosts.items()})
+        _print_json(
+            {
+                name: host.model_dump(mode="json") | {"groups": groups[name]}
+                for name, host in hosts.items()
+            }
+        )
         return
     _print_table(
-        ("host", "kind", "address"),
-        [(name, str(host.kind), str(getattr(host, "address", ""))) for name, host in hosts.items()],
+        ("host", "kind", "address", "groups"),
+        [
+            (name, str(host.kind), str(getattr(host, "address", "")), ", ".join(groups[name]))
+            for name, host in hosts.items()
+        ],
     )
 
 
 @cli.command("deploy", epilog=DEPLOY_EPILOG)
-@_host_option
+@_hosts_option
 @click.option("--dry-run", is_flag=True, help="Say what would change there, and write nothing.")
 @_json_option
-def deploy(host_name: str, dry_run: bool, as_json: bool) -> None:
-    """Send this checkout and its kernels to a host, as a release there.
+def deploy(host_names: str, dry_run: bool, as_json: bool) -> None:
+    """Send this checkout and its kernels to hosts, as a release there.
+
+    One host after the other; where one fails, those after it are left alone.
 
     What git knows is sent, as it is in the working tree, and the engine's wheel with the library
     that `kd build` made. What arrived is held against hashes before it is a release. The live
@@ -1033,29 +1073,32 @@ def deploy(host_name: str, dry_run: bool, as_json: bool) -> None:
     from remote.deploy import Deployment
 
     checkout = _checkout()
-    host = _host(host_name)
     deployment = Deployment(checkout.root, checkout.revision())
-    with contextlib.closing(connect(host)) as transport:
-        if dry_run:
-            found = deployment.preview(transport, host)
-            if as_json:
-                _print_json(found)
-                return
-            for what in ("new", "changed", "removed"):
-                for name in found[what]:
-                    click.echo(f"{what:<8} {name.removeprefix('source/')}")
-            counts = ", ".join(
-                f"{len(found[what])} {what}" for what in ("new", "changed", "removed")
-            )
-            click.echo(f"{counts}, against {found['base'] or 'nothing'}", err=True)
-            return
-        with signals_interrupt():
-            placed = deployment.run(transport, host, note=lambda text: click.echo(text, err=True))
-    if as_json:
-        _print_json(placed)
-    else:
-        click.echo(f"placed below {host.root}, and not promoted", err=True)
-        click.echo(placed["release"])
+
+    def one(host: Any) -> dict[str, Any]:
+        with contextlib.closing(connect(host)) as transport:
+            if dry_run:
+                found = deployment.preview(transport, host)
+                if as_json:
+                    return found
+                for what in ("new", "changed", "removed"):
+                    for name in found[what]:
+                        click.echo(f"{what:<8} {name.removeprefix('source/')}")
+                counts = ", ".join(
+                    f"{len(found[what])} {what}" for what in ("new", "changed", "removed")
+                )
+                click.echo(f"{counts}, against {found['base'] or 'nothing'}", err=True)
+                return found
+            with signals_interrupt():
+                placed = deployment.run(
+                    transport, host, note=lambda text: click.echo(text, err=True)
+                )
+        if not as_json:
+            click.echo(f"placed below {host.root}, and not promoted", err=True)
+            click.echo(placed["release"])
+        return placed
+
+    _on_each(_hosts(host_names), one, as_json)
 
 
 @cli.command("releases")
@@ -1344,7 +1387,8 @@ def _changed(outcome: Any, host_name: str, as_json: bool) -> ExitCode:
 def unlock(host_name: str, owner: str | None, as_json: bool) -> None:
     """Show who has a host's lock, and break it once their name has been typed.
 
-    A deployment that was killed leaves its lock behind. One that is still running loses it.
+    A deployment that was killed leaves its lock behind. One that is still running loses it. The
+    owner of a lock file that cannot be read is `damaged`.
     """
     from remote.connection import connect
     from remote.deploy import releases_of
@@ -1360,11 +1404,12 @@ def unlock(host_name: str, owner: str | None, as_json: bool) -> None:
                 click.echo(f"nobody has the lock of {host.name}")
             return
         since = datetime.datetime.fromtimestamp(holder["at"], datetime.UTC)
-        click.echo(
-            f"{holder['owner']} has had the lock of {host.name} since "
-            f"{since:%Y-%m-%d %H:%M:%S} UTC: {holder['command']}",
-            err=True,
-        )
+        when = f"since {since:%Y-%m-%d %H:%M:%S} UTC"
+        if holder["owner"] == "damaged":
+            said = f"the lock of {host.name} is damaged {when}, and says no owner: type `damaged`"
+        else:
+            said = f"{holder['owner']} has had the lock of {host.name} {when}: {holder['command']}"
+        click.echo(said, err=True)
         if owner is None and sys.stdin.isatty():
             owner = click.prompt("break it? type the owner's name", default="", err=True)
         broken = owner == holder["owner"]
@@ -1380,7 +1425,9 @@ def unlock(host_name: str, owner: str | None, as_json: bool) -> None:
 
 @hosts_group.command("check")
 @_json_option
-@click.argument("names", nargs=-1, metavar="[NAME...]", shell_complete=_completing(_host_names))
+@click.argument(
+    "names", nargs=-1, metavar="[NAME...]", shell_complete=_completing(_host_and_group_names)
+)
 @click.pass_context
 def hosts_check(ctx: click.Context, as_json: bool, names: tuple[str, ...]) -> None:
     """Whether hosts can be reached, and have their Python and rsync. Default: every host.
@@ -1390,7 +1437,8 @@ def hosts_check(ctx: click.Context, as_json: bool, names: tuple[str, ...]) -> No
     from remote.inventory import load_inventory
 
     inventory = load_inventory(_checkout().hosts_file)
-    found = {name: _checked(inventory.host(name)) for name in names or inventory.hosts}
+    hosts = inventory.named(",".join(names)) if names else inventory.hosts.values()
+    found = {host.name: _checked(host) for host in hosts}
     if as_json:
         _print_json(found)
     else:
@@ -1468,6 +1516,35 @@ def _host(name: str) -> Any:
     from remote.inventory import load_inventory
 
     return load_inventory(_checkout().hosts_file).host(name)
+
+
+def _hosts(text: str) -> list[Any]:
+    """The hosts that `--host a,b` or a group's name stand for."""
+    from remote.inventory import load_inventory
+
+    return load_inventory(_checkout().hosts_file).named(text)
+
+
+def _on_each(hosts: list[Any], do: Callable[[Any], Any], as_json: bool) -> None:
+    """Do one host after the other, until one fails; which comes next is said on stderr.
+
+    With as_json the answer is printed: of several hosts by their names, those alone that were done.
+    """
+    answers: dict[str, Any] = {}
+    try:
+        for number, host in enumerate(hosts, 1):
+            if len(hosts) > 1:
+                click.echo(f"host {host.name} ({number} of {len(hosts)})", err=True)
+            answers[host.name] = do(host)
+    except BaseException:  # an interrupt too
+        if len(hosts) > 1:
+            rest = ", ".join(other.name for other in hosts[number:])
+            click.echo(f"stopped at host {host.name}; not reached: {rest or 'none'}", err=True)
+            if as_json:
+                _print_json(answers)
+        raise
+    if as_json:
+        _print_json(answers if len(hosts) > 1 else answers[hosts[0].name])
 
 
 def _this_machine() -> Machine:

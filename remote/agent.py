@@ -8,11 +8,12 @@ one line of JSON, `{"done": ...}` or `{"error": TEXT}`. So no name from here eve
                      wheel         the engine's wheel, which holds its kernels
                      site          the wheel unpacked: what goes before SGLang on PYTHONPATH
                      manifest.json SHA-256 and mode of each file that was sent
-                     release.json  what it is: revision, when, by whom
+                     release.json  what it is: revision, which number it has here, when, by whom
     ROOT/incoming                  what is being sent; it stays where a transfer breaks off
     ROOT/current                   a symbolic link to releases/ID
     ROOT/promotions.jsonl          each promotion, in order: the one truth about what came before
     ROOT/lock.json                 who changes something right now
+    ROOT/.lock.guard               held for the moment in which lock.json is looked at and changed
     ROOT/service                   what starts the service, and its log
     ROOT/jobs/NAME                 what runs here for long: its log, and how it ended
 
@@ -23,12 +24,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import pathlib
 import pwd
 import re
+import shlex
 import shutil
 import signal
 import stat
@@ -36,6 +39,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Iterator
 from typing import Any
 
 _ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,99}")
@@ -120,7 +124,13 @@ def place_release(
     if faults:
         more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise Refused(f"what arrived is not what was sent: {'; '.join(faults[:3])}{more}")
-    about = {**about, "release": release, "placed": time.time(), "files": len(manifest)}
+    about = {
+        **about,
+        "release": release,
+        "sequence": 1 + max((_order(one)[0] for one in _whole(place)), default=0),
+        "placed": time.time(),  # to be shown: a clock may be set back
+        "files": len(manifest),
+    }
     shutil.rmtree(incoming / "site", ignore_errors=True)
     for wheel in sorted((incoming / "wheel").glob("*.whl")):
         _unpack(wheel, incoming / "site")
@@ -153,20 +163,15 @@ def releases(root: str) -> dict[str, Any]:
     place = _root(root)
     current = _current(place)
     promoted = [entry["release"] for entry in _log(place) if entry.get("result") == "promoted"]
-    found = []
-    for folder in (place / "releases").glob("[!.]*"):
-        about = _json(folder / "release.json")
-        if about is None:
-            continue
-        found.append(
-            {
-                **about,
-                "current": folder.name == current,
-                "promoted": folder.name in promoted,
-                "bad": (folder / "bad.json").is_file(),
-            }
-        )
-    found.sort(key=lambda about: (about["placed"], about["release"]))
+    found = [
+        {
+            **about,
+            "current": about["release"] == current,
+            "promoted": about["release"] in promoted,
+            "bad": (place / "releases" / about["release"] / "bad.json").is_file(),
+        }
+        for about in _whole(place)
+    ]
     good = {one["release"] for one in found if not one["bad"]}
     before = [entry["release"] for entry in reversed(history(_log(place)))]
     previous = next((name for name in before if name != current and name in good), None)
@@ -246,13 +251,11 @@ def prune(root: str, keep: int) -> dict[str, list[str]]:
         if name in good and name not in last:
             last.append(name)
     kept = {*last[:keep], known["current"], known["previous"]}
-    youngest = max(
-        (one["placed"] for one in known["releases"] if one["release"] in order), default=0.0
-    )
+    names = [one["release"] for one in known["releases"]]
+    youngest = max((names.index(name) for name in order if name in names), default=-1)
     removed = []
-    for one in known["releases"]:
-        name = one["release"]
-        if name in kept or (name not in order and one["placed"] > youngest):
+    for number, name in enumerate(names):
+        if name in kept or (name not in order and number > youngest):
             continue
         # Out of sight first: a release that is half removed must not look like a whole one.
         gone = place / "releases" / f".removed.{name}"
@@ -273,50 +276,55 @@ def lock(root: str, owner: str, command: str, token: str) -> dict[str, Any]:
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     mine = {"owner": owner, "command": command, "token": _digest(token), "at": time.time()}
     new = place / f".lock.{os.getpid()}"
-    _write(new, json.dumps(mine) + "\n")
-    try:
-        os.link(new, place / "lock.json")  # whole at once, or refused: a rename would replace
-    except FileExistsError:
-        held = lock_holder(root)["holder"] or {}
-        raise Refused(
-            f"locked by {held.get('owner', 'somebody')} since {_when(held.get('at'))}: "
-            f"{held.get('command', 'unknown')}"
-        ) from None
-    finally:
-        new.unlink()
-    _sync(place)
+    with _lock_guarded(place):
+        held = _holder(place)
+        if held is not None:
+            raise Refused(_locked(place, held))
+        _write(new, json.dumps(mine) + "\n")
+        try:
+            os.link(new, place / "lock.json")  # whole at once, or refused: a rename would replace
+        finally:
+            new.unlink()
+        _sync(place)
     return {"owner": owner}
 
 
 def unlock(root: str, token: str) -> dict[str, bool]:
     """Give the lock back. Refused where it is not this token's, and nothing where there is none."""
     place = _root(root)
-    held = _json(place / "lock.json")
-    if held is None:
+    if _holder(place) is None:  # nothing is written where there is nothing
         return {"was_locked": False}
-    if held.get("token") != _digest(token):
-        raise Refused(
-            f"the lock is {held.get('owner', 'somebody')}'s, since {_when(held.get('at'))}"
-        )
-    (place / "lock.json").unlink()
-    _sync(place)
+    with _lock_guarded(place):
+        held = _holder(place)
+        if held is None:
+            return {"was_locked": False}
+        if held.get("token") != _digest(token):
+            raise Refused(_locked(place, held))
+        (place / "lock.json").unlink()
+        _sync(place)
     return {"was_locked": True}
 
 
 def break_lock(root: str, owner: str, at: float) -> dict[str, Any]:
     """Remove the lock of `owner` since `at`, and no other that was taken since it was looked at."""
     place = _root(root)
-    held = _json(place / "lock.json")
-    if held is None or (held.get("owner"), held.get("at")) != (owner, at):
+    if _holder(place) is None:
         raise Refused("the lock is another one by now, or gone")
-    (place / "lock.json").unlink()
-    _sync(place)
+    with _lock_guarded(place):
+        held = _holder(place)
+        if held is None or (held["owner"], held["at"]) != (owner, at):
+            raise Refused("the lock is another one by now, or gone")
+        (place / "lock.json").unlink()
+        _sync(place)
     return {"broken": owner}
 
 
 def lock_holder(root: str) -> dict[str, Any]:
-    """Who has the lock, since when and for what; None where nobody has it."""
-    held = _json(_root(root) / "lock.json")
+    """Who has the lock, since when and for what; None where nobody has it.
+
+    A lock file that does not say so has the owner `damaged`.
+    """
+    held = _holder(_root(root))
     if held is not None:
         held.pop("token", None)
     return {"holder": held}
@@ -347,19 +355,6 @@ def remove_service(root: str) -> dict[str, Any]:
     with contextlib.suppress(FileNotFoundError):
         (_root(root) / "service" / "service.json").unlink()
     return no_release(root)
-
-
-def service_leader(root: str) -> int | None:
-    """The first process of the service that was started last, as `launch.py` wrote it down.
-
-    It leads a group even after it has died. None where its number is another process's by now,
-    which cannot be while a process of its group lives.
-    """
-    about = _json(_root(root) / "service" / "service.pid")
-    if about is None or _since(about["pid"]) not in (None, about["since"]):
-        return None
-    pid: int = about["pid"]
-    return pid
 
 
 def manage(root: str, manager: dict[str, Any], what: str) -> dict[str, Any]:
@@ -411,7 +406,7 @@ def tokens(root: str) -> dict[str, Any]:
     return {"record": _json(_root(root) / "tokens.json")}
 
 
-def model_of(path: str) -> dict[str, Any]:
+def model_of(root: str, path: str) -> dict[str, Any]:
     """What tells one model's folder from another, and how many tokens it knows and takes.
 
     files: a hash over the names and sizes of its weights, as reading a terabyte takes too long.
@@ -457,6 +452,39 @@ def kill_group(root: str, pid: int) -> dict[str, list[int]]:
     for process in found["processes"]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
+    return found
+
+
+def service_left(root: str) -> dict[str, list[int]]:
+    """Processes that live of the service that was started last, whatever its manager knows of it.
+
+    A manager names no process once the first one has died. `launch.py` noted which that was.
+    """
+    folder = _root(root) / "service"
+    try:
+        noted = json.loads((folder / "service.pid").read_text(encoding="utf-8"))
+        first, started = int(noted["pid"]), int(noted["started"])
+    except (OSError, ValueError, KeyError, TypeError):
+        first = started = 0
+    if first < 2:
+        return {"processes": []}  # none was started, or none that could be told from another
+    found = group_of(root, first)["processes"]
+    now = _since(first)
+    if now is None:
+        # A group's number is not given again while the group lives. It may have ended though, and
+        # the number become another's who has ended too: only what works in this folder is ours.
+        found = [process for process in found if _works_in(process, folder)]
+    elif now != started:
+        found = []
+    return {"processes": found}
+
+
+def end_service_left(root: str, kill: bool) -> dict[str, list[int]]:
+    """Ask what `service_left` finds to end, or kill it."""
+    found = service_left(root)
+    for process in found["processes"]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL if kill else signal.SIGTERM)
     return found
 
 
@@ -602,16 +630,83 @@ def _release(place: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def _current(place: pathlib.Path) -> str | None:
+    path = place / "current"
     try:
-        return (place / "current").readlink().name
-    except OSError:
+        return path.readlink().name
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        what = "folder" if path.is_dir() else "file"
+        raise Refused(
+            f"{path}: expected a link to a release, got a {what}: "
+            f"move it away by hand (mv {shlex.quote(str(path))} ELSEWHERE)"
+        ) from None
 
 
 def _base(place: pathlib.Path) -> str | None:
     """The release that is like the next one: the current, or the newest where none is."""
-    names = sorted(path.parent.name for path in (place / "releases").glob("[!.]*/release.json"))
-    return _current(place) or (names[-1] if names else None)
+    names = [about["release"] for about in _whole(place)]
+    current = _current(place)  # may point to one that is gone
+    return current if current in names else (names[-1] if names else None)
+
+
+def _whole(place: pathlib.Path) -> list[dict[str, Any]]:
+    """What each release's `release.json` says, oldest first. One that was cut short has none."""
+    found = []
+    for folder in (place / "releases").glob("[!.]*"):
+        about = _json(folder / "release.json")
+        if about is not None:
+            found.append({**about, "release": folder.name})
+    return sorted(found, key=_order)
+
+
+def _order(about: dict[str, Any]) -> tuple[int, float, str]:
+    """What releases are sorted by. The first ones had no number: they are older than all others."""
+    return (about.get("sequence", 0), about.get("placed", 0.0), about["release"])
+
+
+@contextlib.contextmanager
+def _lock_guarded(place: pathlib.Path) -> Iterator[None]:
+    """Nobody else changes the lock meanwhile. It ends with this process, however that ends."""
+    descriptor = os.open(place / ".lock.guard", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _holder(place: pathlib.Path) -> dict[str, Any] | None:
+    """What the lock file says. One that was damaged says nothing, and is a lock all the same."""
+    path = place / "lock.json"
+    try:
+        content, at = path.read_bytes(), path.stat().st_mtime
+    except FileNotFoundError:
+        return None
+    try:
+        found = json.loads(content)
+        texts = [found[name] for name in ("owner", "command", "token")]
+        if all(isinstance(text, str) for text in texts) and 0 <= found["at"] < 1e11:
+            return dict(found)
+    except (ValueError, LookupError, TypeError):
+        pass
+    return {"owner": "damaged", "command": "unknown", "at": at}
+
+
+def _locked(place: pathlib.Path, held: dict[str, Any]) -> str:
+    """Why the lock cannot be had."""
+    if "token" not in held:
+        return f"locked, and {place / 'lock.json'} is damaged: nobody knows by whom"
+    return f"locked by {held['owner']} since {_when(held['at'])}: {held['command']}"
+
+
+def _works_in(process: int, folder: pathlib.Path) -> bool:
+    try:
+        return folder.samefile(f"/proc/{process}/cwd")
+    except OSError:  # gone by now, or another user's
+        return False
 
 
 def _faults(folder: pathlib.Path, manifest: dict[str, dict[str, Any]]) -> list[str]:
@@ -785,7 +880,6 @@ _DOES = {
         put_service,
         no_release,
         remove_service,
-        service_leader,
         manage,
         look_at_log,
         put_tokens,
@@ -793,6 +887,8 @@ _DOES = {
         model_of,
         group_of,
         kill_group,
+        service_left,
+        end_service_left,
         start_job,
         look_at_job,
         end_job,

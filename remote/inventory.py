@@ -1,6 +1,7 @@
 """The inventory: which hosts there are and how each is set up. Read from `remote/hosts.yaml`.
 
-Each fault is reported as `file:line: host NAME: field NAME: what is wrong`.
+Each fault is reported as `file:line: host NAME: field NAME: what is wrong`, one of a group as
+`file:line: group NAME: what is wrong`.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ def _a_variable(text: str) -> str:
     # A message of our own, as pydantic's would show the text: it may hold a secret.
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", text, re.ASCII):
         raise ValueError("must be the name of a variable, without a value")
+    if text == "PYTHONPATH":
+        raise ValueError("cannot be PYTHONPATH, which is set to the release's engine")
     return text
 
 
@@ -184,15 +187,37 @@ _KINDS: Mapping[str, type[LocalHost] | type[SshHost]] = {"local": LocalHost, "ss
 
 @dataclasses.dataclass(frozen=True)
 class Inventory:
-    """All hosts of one file, in the file's order."""
+    """All hosts of one file, in the file's order.
+
+    groups: names of hosts, under a name for all of them.
+    """
 
     hosts: Mapping[str, Host]
+    groups: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def host(self, name: str) -> Host:
         """The host called `name`. Raises UnknownName with the nearest names."""
+        if name in self.groups:
+            raise ConfigError(
+                f"{name} is a group of hosts, and one host is needed here",
+                remedy=f"name one of {', '.join(self.groups[name])}",
+            )
         if name not in self.hosts:
             raise UnknownName("host", name, self.hosts)
         return self.hosts[name]
+
+    def named(self, text: str) -> list[Host]:
+        """The hosts of a text such as `ct200,lab`, each once; a group stands for its hosts.
+
+        Raises UnknownName with the nearest names of hosts and groups.
+        """
+        found: dict[str, Host] = {}
+        for name in text.split(","):
+            if name not in self.hosts and name not in self.groups:
+                raise UnknownName("host or group", name, [*self.hosts, *self.groups])
+            for one in self.groups.get(name, (name,)):
+                found.setdefault(one, self.hosts[one])
+        return list(found.values())
 
 
 def load_inventory(path: pathlib.Path) -> Inventory:
@@ -202,7 +227,7 @@ def load_inventory(path: pathlib.Path) -> Inventory:
     if not isinstance(content, dict) or not isinstance(content.get("hosts"), dict):
         raise document.fault((), "field hosts: is required, with a name and fields for each host")
     for key in content:
-        if key != "hosts":
+        if key not in ("hosts", "groups"):
             raise document.fault((key,), f"field {key}: is not a known field")
     hosts: dict[str, Host] = {}
     faults: list[ConfigError] = []
@@ -211,9 +236,40 @@ def load_inventory(path: pathlib.Path) -> Inventory:
             hosts[name] = _host(document, name, fields)
         except ConfigError as fault:
             faults.append(fault)
+    groups: dict[str, tuple[str, ...]] = {}
+    for name, members in _groups(document).items():
+        try:
+            groups[name] = _group(document, name, members)
+        except ConfigError as fault:
+            faults.append(fault)
     if faults:
         raise ConfigError("; ".join(fault.problem for fault in faults))
-    return Inventory(hosts)
+    return Inventory(hosts, groups)
+
+
+def _groups(document: _Document) -> Mapping[Any, object]:
+    groups = document.content.get("groups", {})
+    if not isinstance(groups, dict):
+        raise document.fault(("groups",), "field groups: must be names with hosts for each")
+    return groups
+
+
+def _group(document: _Document, name: object, members: object) -> tuple[str, ...]:
+    here: _Place = ("groups", str(name))
+    hosts = document.content["hosts"]
+    if not isinstance(name, str) or not re.fullmatch(_HOST_NAME, name):
+        raise document.fault(here, f"group {name}: must be called as a host could be")
+    if name in hosts:
+        raise document.fault(here, f"group {name}: is the name of a host already")
+    if not isinstance(members, list) or not members:
+        raise document.fault(here, f"group {name}: must be a list of one host or more")
+    for index, member in enumerate(members):
+        if not isinstance(member, str) or member not in hosts:
+            unknown = UnknownName("host", str(member), map(str, hosts))
+            raise document.fault((*here, index), f"group {name}: {unknown}")
+        if member in members[:index]:
+            raise document.fault((*here, index), f"group {name}: names host {member} twice")
+    return tuple(members)
 
 
 def _host(document: _Document, name: object, fields: object) -> Host:
@@ -302,7 +358,7 @@ class _Document:
             for key, value in node.value:
                 inner = (*place, str(key.value))
                 if inner in self._lines:
-                    host = f"host {place[1]}: " if len(place) > 1 else ""
+                    host = f"{str(place[0])[:-1]} {place[1]}: " if len(place) > 1 else ""
                     raise ConfigError(
                         f"{self._path}:{key.start_mark.line + 1}: {host}'{key.value}' is there "
                         f"twice, first on line {self._lines[inner]}"

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from remote import agent
@@ -25,10 +26,13 @@ RUNNING, STOPPED, FAILED = "running", "stopped", "failed"
 
 
 def manager_of(root: str, about: dict[str, Any]) -> Supervisor | Systemd:
-    """about: kind (`supervisor` or `systemd`), unit, and python: whose supervisor it is."""
+    """about: kind (`supervisor` or `systemd`), unit, and python: whose supervisor it is.
+
+    units: the folder of systemd's unit files.
+    """
     unit, python = str(about["unit"]), str(about.get("python") or sys.executable)
     if about["kind"] == "systemd":
-        return Systemd(root, unit, python)
+        return Systemd(root, unit, python, pathlib.Path(about["units"]))
     return Supervisor(root, unit, python)
 
 
@@ -45,32 +49,25 @@ class _OfHost:
         """state, pid (of the first process; None where none runs) and said."""
         raise NotImplementedError
 
-    def _end_group(self, *leaders: int | None) -> None:
-        """Until no process lives in the groups or sessions that these lead or led.
+    def _end_group(self, leader: int) -> None:
+        """Until no process of the group or session of `leader` lives.
 
         A manager waits for the first process alone. One that ignores being asked to end outlives
         it, and holds its GPU memory: it is killed after a moment.
         """
-        known = agent.service_leader(self._root)
-        wanted = {pid for pid in (*leaders, known) if pid is not None}
-        for kill in (False, True):
-            deadline = time.monotonic() + _GRACE_S
-            while True:
-                left = [
-                    one for pid in wanted for one in agent.group_of(self._root, pid)["processes"]
-                ]
-                if not left:
-                    return
-                if kill:
-                    for pid in wanted:
-                        agent.kill_group(self._root, pid)
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(0.2)
-        raise agent.Refused(
-            f"{len(left)} processes of the service outlived its stop: "
-            f"{', '.join(map(str, left[:5]))}"
+        _wait_until_gone(
+            lambda: agent.group_of(self._root, leader)["processes"],
+            lambda: agent.kill_group(self._root, leader),
         )
+
+    def _end_left(self) -> None:
+        """End what lives of the service that was started last. The manager may know none of it."""
+        if agent.service_left(self._root)["processes"]:
+            agent.end_service_left(self._root, kill=False)
+            _wait_until_gone(
+                lambda: agent.service_left(self._root)["processes"],
+                lambda: agent.end_service_left(self._root, kill=True),
+            )
 
 
 class Supervisor(_OfHost):
@@ -89,8 +86,12 @@ class Supervisor(_OfHost):
             self._control("add", self._unit, check=False)  # it may be there
 
     def start(self) -> None:
-        """Start what `service.json` says now. Refused where it ends at once."""
-        self._end_group()
+        """Start what `service.json` says now, once nothing lives of what was started before.
+
+        Refused where it ends at once.
+        """
+        if self.status()["state"] != RUNNING:
+            self._end_left()
         # Read anew, now that nothing runs by what it said before: `update` would end what runs.
         self._control("reread")
         self._control("remove", self._unit, check=False)
@@ -100,9 +101,11 @@ class Supervisor(_OfHost):
     def stop(self) -> None:
         """End it, with every process of its group."""
         before = self.status()
-        if before["pid"] is not None:
+        if before["state"] == RUNNING:
             self._control("stop", self._unit, limit_s=_STOP_LIMIT_S)
-        self._end_group(before["pid"])
+        if before["pid"] is not None:
+            self._end_group(before["pid"])
+        self._end_left()
 
     def status(self) -> dict[str, Any]:
         """state, pid and said."""
@@ -135,32 +138,34 @@ class Supervisor(_OfHost):
 class Systemd(_OfHost):
     """A unit of this host's systemd, which `sudo -n` or root may change."""
 
+    def __init__(self, root: str, unit: str, python: str, units: pathlib.Path) -> None:
+        super().__init__(root, unit, python)
+        self._units = units
+
     def install(self) -> None:
         """Let it know the unit file that lies in the service's folder."""
         name = f"{self._unit}.service"
-        there = pathlib.Path("/etc/systemd/system") / name
-        try:
-            mine = there.read_text(encoding="utf-8", errors="replace").startswith(WRITTEN_BY)
-        except FileNotFoundError:
-            mine = True
-        if not mine:
-            raise agent.Refused(
-                f"{there} was not written by kd: choose another unit in remote/hosts.yaml, or "
-                f"move it away"
-            )
+        there = self._units / name
+        self._refuse_another_s(there)
         self._as_root("install", "-m", "644", str(self._folder / name), str(there))
         self._as_root("systemctl", "daemon-reload")
 
     def start(self) -> None:
-        """Start what `service.json` says now. Refused where it ends at once."""
-        self._end_group()
+        """Start what `service.json` says now, once nothing lives of what was started before.
+
+        Refused where it ends at once.
+        """
+        if self.status()["state"] != RUNNING:
+            self._end_left()
         self._as_root("systemctl", "start", self._unit)
 
     def stop(self) -> None:
         """End it, with every process of its group."""
         before = self.status()
         self._as_root("systemctl", "stop", self._unit, limit_s=_STOP_LIMIT_S)
-        self._end_group(before["pid"])
+        if before["pid"] is not None:
+            self._end_group(before["pid"])
+        self._end_left()
 
     def status(self) -> dict[str, Any]:
         """state, pid and said."""
@@ -168,6 +173,20 @@ class Systemd(_OfHost):
             ["systemctl", "show", self._unit, "--property=ActiveState,MainPID,Result"], _LIMIT_S
         )
         return systemd_status(done.stdout)
+
+    def _refuse_another_s(self, path: pathlib.Path) -> None:
+        """Refused for a unit that kd has not written, or a link in its place."""
+        try:
+            mine = not path.is_symlink() and path.read_bytes().startswith(WRITTEN_BY.encode())
+        except FileNotFoundError:
+            return
+        except OSError:
+            mine = False
+        if not mine:
+            raise agent.Refused(
+                f"{path} is there, and kd has not written it: it is no file that begins with "
+                f"`{WRITTEN_BY}`: name another `unit` in remote/hosts.yaml, or remove that one"
+            )
 
     def _as_root(self, *words: str, limit_s: float = _LIMIT_S) -> None:
         """As root; sudo never asks."""
@@ -178,6 +197,7 @@ class Systemd(_OfHost):
 
 
 WRITTEN_BY = "# Written by kd."
+"""How a unit begins that may be overwritten."""
 _SUPERVISOR_STATES = {
     "RUNNING": RUNNING,
     "STARTING": RUNNING,
@@ -215,6 +235,27 @@ def systemd_status(said: str) -> dict[str, Any]:
         "pid": pid or None,
         "said": found.get("Result", ""),
     }
+
+
+def _wait_until_gone(living: Callable[[], list[int]], kill: Callable[[], Any]) -> None:
+    """Until `living` finds no process; those that take longer than a moment are killed.
+
+    Refused where one stays.
+    """
+    for last in (False, True):
+        if last:
+            kill()
+        deadline = time.monotonic() + _GRACE_S
+        while True:
+            left = living()
+            if not left:
+                return
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+    raise agent.Refused(
+        f"{len(left)} processes of the service outlived its stop: {', '.join(map(str, left[:5]))}"
+    )
 
 
 def _run(line: list[str], limit_s: float) -> subprocess.CompletedProcess[str]:

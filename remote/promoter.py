@@ -55,9 +55,9 @@ class Promoter:
     """One change of the live service.
 
     request: root, manager (of `managers.manager_of`), port, health (the inventory's), gpu (whether
-    the service has one), by, command, token (of the lock), keep, new_tokens, checks. checks: of each
-    prompt `prompt`, `tokens` that must follow, and `others`: {step: tokens} that may stand there
-    instead, after which nothing is compared, as what follows is another text.
+    the service has one), by, command, token (of the lock), keep, new_tokens, checks.
+    checks: of each prompt `prompt`, `tokens` that must follow, and `others`: {step: tokens} that
+    may stand there instead, after which nothing is compared, as what follows is another text.
     """
 
     def __init__(self, request: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
@@ -120,7 +120,7 @@ class Promoter:
             alone = [self._ask([prompt], likely=True)[0] for prompt in prompts]
             together = self._ask(prompts, likely=True)
             found = {
-                "model": agent.model_of(self._request["model"]),
+                "model": agent.model_of(self._root, self._request["model"]),
                 "prompts": prompts,
                 "new_tokens": self._request["new_tokens"],
                 "alone": alone,

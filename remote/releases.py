@@ -130,7 +130,10 @@ class Releases:
         self.unlock(token)
 
     def lock_holder(self) -> dict[str, Any] | None:
-        """owner, command and at (Unix time) of the lock; None where nobody has it."""
+        """owner, command and at (Unix time) of the lock; None where nobody has it.
+
+        The owner of a lock file that cannot be read is `damaged`.
+        """
         holder: dict[str, Any] | None = self._ask("lock_holder")["holder"]
         return holder
 
@@ -179,6 +182,14 @@ class Releases:
     def kill_group(self, pid: int) -> None:
         """Kill those processes."""
         self._ask("kill_group", pid=pid)
+
+    def service_left(self) -> list[int]:
+        """The processes that live of the service started last, its first one or others."""
+        return list(self._ask("service_left")["processes"])
+
+    def end_service_left(self, *, kill: bool) -> None:
+        """Ask those processes to end, or kill them."""
+        self._ask("end_service_left", kill=kill)
 
     def start_job(
         self, name: str, command: list[str], environment: Mapping[str, str], given: str = ""

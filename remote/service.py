@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import pathlib
+import re
 import shlex
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -54,7 +55,16 @@ def service_document(
     site: the folder of a release that goes before SGLang on PYTHONPATH; None of the host's own
     PYTHONPATH is kept, as it could bring another engine. arguments, environment: of the phase's
     profile, after the host's own.
+
+    Raises ConfigError where the inventory wants a variable from the host that is set here.
     """
+    twice = sorted({*environment, "PYTHONPATH"} & {*service.environment})
+    if twice:
+        raise ConfigError(
+            f"service {service.unit}: {', '.join(twice)} is set for the release, and cannot come "
+            "from the host as well",
+            remedy="take it from the service's `environment` in remote/hosts.yaml",
+        )
     return {
         "command": [
             *(python, "-m", "sglang.launch_server"),
@@ -104,11 +114,17 @@ class Manager:
         self._manage("install")
 
     def start(self) -> None:
-        """Start what `service.json` says now. Raises TransportError where it ends at once."""
+        """Start what `service.json` says now, once nothing lives of what was started before.
+
+        Raises TransportError where it ends at once.
+        """
         self._manage("start")
 
     def stop(self) -> None:
-        """End it, with every process of its group. Raises TransportError where one stays."""
+        """End it, with every process of its group. Raises TransportError where one stays.
+
+        What lives of a service whose first process has died is ended too.
+        """
         self._manage("stop")
 
     def status(self) -> Status:
@@ -146,6 +162,13 @@ class Supervisor(Manager):
                 f"{root}",
                 remedy="choose another root in remote/hosts.yaml",
             )
+        for what, path in (("root", root), ("python", self._program(place))):
+            if re.search(r"\s[#;]", path):  # the rest of a line is a comment then, quoted or not
+                raise ConfigError(
+                    f"host {self._transport.host}: supervisor cannot have a space before # or ; "
+                    f"in {what}: {path}",
+                    remedy=f"choose another {what} in remote/hosts.yaml",
+                )
         # A socket's path is short on every system, and a root may be long.
         if len(f"{root}/service/sock") > 100:
             raise ConfigError(
@@ -202,6 +225,11 @@ class Systemd(Manager):
     """A unit of the host's systemd, which `sudo -n` or root may change."""
 
     kind = "systemd"
+    units = "/etc/systemd/system"
+
+    @property
+    def about(self) -> dict[str, Any]:
+        return {**super().about, "units": self.units}
 
     def _configuration(self, place: Mapping[str, Any]) -> tuple[str, str]:
         text = self.unit_text(str(place["root"]), str(place["user"]), self._program(place))
