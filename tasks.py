@@ -79,9 +79,21 @@ Exit codes:
 
 DEPLOY_EPILOG = """\b
 Exit codes:
-  0    it is a release there
-  2    wrong usage or configuration, or the host cannot be reached, is locked, or has no room
-  3    rsync or the kernel library is missing
+  0    it is a release there, and every gate of phases 0..N is proven (or --no-validate)
+  1    it is a release there, and a gate failed
+  2    wrong usage or configuration, the host cannot be reached, is locked, or has no room, or its
+       Python cannot import what was sent
+  3    it is a release there, no gate failed, and one is blocked or unwritten; or it is none, as
+       rsync, the kernel library or a package that gates need is missing
+  130  interrupted; what ran there was ended
+"""
+VALIDATE_EPILOG = """\b
+Exit codes:
+  0    every gate of phases 0..N is proven there
+  1    a gate failed
+  2    wrong usage or configuration, or the host cannot be reached
+  3    no gate failed, and one is blocked or unwritten
+  130  interrupted; what ran there was ended
 """
 SERVE_EPILOG = """\b
 Exit codes:
@@ -326,11 +338,21 @@ def phase_run(
 
 @cli.command("verify", epilog=EPILOG)
 @click.option("--all", "everything", is_flag=True, help="Run every gate, fresh or not.")
+@click.option(
+    "--phase",
+    "wanted",
+    metavar="N",
+    help="The gates of phases 0..N alone.",
+    shell_complete=_completing(_phase_names),
+)
+@click.option("--dry-run", is_flag=True, help="Say where each gate stands, and run nothing.")
 @_run_options
 @click.pass_context
 def verify(
     ctx: click.Context,
     everything: bool,
+    wanted: str | None,
+    dry_run: bool,
     host_name: str,
     fail_fast: bool,
     require: tuple[str, ...],
@@ -338,14 +360,31 @@ def verify(
     no_input: bool,
     as_json: bool,
 ) -> None:
-    """Run every gate that has not passed with the code as it is now."""
+    """Run every gate that has not passed with the code as it is now.
+
+    With --dry-run each gate is proven, stale, missing, failed, blocked (with what a run would find
+    in its way) or unwritten; the exit code is 0 where all are proven, 1 where one failed, else 3.
+    """
     from phases.evidence import Platform
+    from phases.promotable import exit_code_of, up_to
+    from phases.registry import find_phase
     from phases.runner import engine_environment, select, unproven
+    from phases.states import gate_states
 
     phases = _phases()
+    if wanted is not None:
+        phases = up_to(phases, find_phase(phases, wanted))
     machine = _local_machine(host_name)
     platform = Platform.of(machine, engine_environment())
     known = _store(_checkout()).newest(phases, host_name, socket.gethostname())
+    if dry_run:
+        known = {} if everything else known
+        states = [one.as_json() for one in gate_states(select(phases), known, machine, platform)]
+        if as_json:
+            _print_json({"exit_code": exit_code_of(states), "gates": states})
+        else:
+            _print_states(states)
+        ctx.exit(exit_code_of(states))
     selection, fresh = unproven(select(phases), {} if everything else known, platform)
     if selection:
         record = _run(selection, host_name, fail_fast, seed, as_json, machine)
@@ -952,21 +991,40 @@ def hosts_list(as_json: bool) -> None:
 @cli.command("deploy", epilog=DEPLOY_EPILOG)
 @_host_option
 @click.option("--dry-run", is_flag=True, help="Say what would change there, and write nothing.")
+@click.option(
+    "--phase",
+    "wanted",
+    metavar="N",
+    help="Run the gates of phases 0..N there (default: the highest with a service profile).",
+    shell_complete=_completing(_phase_names),
+)
+@click.option("--no-validate", is_flag=True, help="Run no gate there.")
 @_json_option
-def deploy(host_name: str, dry_run: bool, as_json: bool) -> None:
-    """Send this checkout and its kernels to a host, as a release there.
+@click.pass_context
+def deploy(
+    ctx: click.Context,
+    host_name: str,
+    dry_run: bool,
+    wanted: str | None,
+    no_validate: bool,
+    as_json: bool,
+) -> None:
+    """Send this checkout and its kernels to a host, as a release there, and run the gates on it.
 
     What git knows is sent, as it is in the working tree, and the engine's wheel with the library
-    that `kd build` made. What arrived is held against hashes before it is a release. The live
-    service is not touched; validation there and promotion are not written yet.
+    that `kd build` made. What arrived is held against hashes, and imported by the host's Python,
+    before it is a release. Gates that passed there with the same code are not run again. The live
+    service is not touched; promotion is not written yet.
     """
+    from phases.promotable import lacking
     from phases.runner import signals_interrupt
     from remote.connection import connect
     from remote.deploy import Deployment
 
     checkout = _checkout()
     host = _host(host_name)
-    deployment = Deployment(checkout.root, checkout.revision())
+    deployment = Deployment(checkout.root, checkout.revision(), checkout.state / "tools")
+    phase = _phase_to_validate(wanted)
     with contextlib.closing(connect(host)) as transport:
         if dry_run:
             found = deployment.preview(transport, host)
@@ -982,12 +1040,89 @@ def deploy(host_name: str, dry_run: bool, as_json: bool) -> None:
             click.echo(f"{counts}, against {found['base'] or 'nothing'}", err=True)
             return
         with signals_interrupt():
-            placed = deployment.run(transport, host, note=lambda text: click.echo(text, err=True))
+            placed = deployment.run(
+                transport, host, with_tools=not no_validate, note=_say_on_stderr
+            )
+            click.echo(f"placed below {host.root}, and not promoted", err=True)
+            if not as_json:
+                click.echo(placed["release"])
+            states = [] if no_validate else _validate(transport, host, placed["release"], phase)
+            for line in lacking(states):
+                click.echo(line, err=True)
     if as_json:
-        _print_json(placed)
+        _print_json(placed | {"phase": None if no_validate else phase.package, "gates": states})
+    ctx.exit(_judge(states))
+
+
+@cli.command("validate", epilog=VALIDATE_EPILOG)
+@click.argument("wanted", metavar="N", shell_complete=_completing(_phase_names))
+@_host_option
+@click.option("--release", metavar="ID", help="Default: the newest there.")
+@click.option("--dry-run", is_flag=True, help="Say where each gate stands there, and run nothing.")
+@_json_option
+@click.pass_context
+def validate(
+    ctx: click.Context,
+    wanted: str,
+    host_name: str,
+    release: str | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Run the gates of phases 0..N on a host, with a release that is there.
+
+    Those that passed there with the same code are not run again. Ctrl-C ends the run there too.
+    """
+    from phases.runner import signals_interrupt
+    from remote.connection import connect
+    from remote.deploy import releases_of
+    from remote.validation import Validation
+
+    phase = _phase_to_validate(wanted)
+    host = _host(host_name)
+    with contextlib.closing(connect(host)) as transport, signals_interrupt():
+        if release is None:
+            known = releases_of(transport, host).known()["releases"]
+            if not known:
+                raise ConfigError(f"host {host.name} has no release", remedy="run `kd deploy`")
+            release = str(known[-1]["release"])
+        if dry_run:
+            states = Validation(transport, host).states(release, phase.number)
+        else:
+            states = _validate(transport, host, release, phase)
+    if as_json:
+        _print_json({"release": release, "phase": phase.package, "gates": states})
     else:
-        click.echo(f"placed below {host.root}, and not promoted", err=True)
-        click.echo(placed["release"])
+        _print_states(states)
+    ctx.exit(_judge(states))
+
+
+def _phase_to_validate(wanted: str | None) -> Phase:
+    from phases.promotable import default_phase
+    from phases.registry import find_phase
+
+    return default_phase(_phases()) if wanted is None else find_phase(_phases(), wanted)
+
+
+def _validate(transport: Any, host: Any, release: str, phase: Phase) -> list[dict[str, Any]]:
+    """Run the gates of phases 0..`phase` on a host; progress goes to stderr."""
+    from remote.validation import Validation
+
+    click.echo(f"runs the gates of phases 0..{phase.number} on {host.name}", err=True)
+    states = Validation(transport, host).run(release, phase.number, _say_on_stderr)
+    proven = sum(one["state"] == "proven" for one in states)
+    click.echo(f"{proven} of {len(states)} gates are proven there", err=True)
+    return states
+
+
+def _judge(states: Sequence[Any]) -> int:
+    from phases.promotable import exit_code_of
+
+    return exit_code_of(states)
+
+
+def _say_on_stderr(text: str) -> None:
+    click.echo(text, err=True)
 
 
 @cli.command("releases")
@@ -1262,6 +1397,13 @@ def _print_record(record: Record) -> None:
         click.echo(line)
 
 
+def _print_states(states: Sequence[Any]) -> None:
+    _print_table(
+        ("phase", "gate", "state", "why"),
+        [(one["phase"], one["gate"], str(one["state"]), one["why"] or "") for one in states],
+    )
+
+
 class _Watch:
     """Progress on stderr: a live line on a terminal, one plain line for each gate elsewhere."""
 
@@ -1328,6 +1470,7 @@ def _console(stderr: bool = False) -> Console:
 
 _COLOURS = {
     "passed": "green",
+    "proven": "green",
     "failed": "red",
     "error": "red",
     "blocked": "yellow",
