@@ -80,9 +80,22 @@ Exit codes:
 
 DEPLOY_EPILOG = """\b
 Exit codes:
-  0    it is a release there, on every host that was named
-  2    wrong usage or configuration, or the host cannot be reached, is locked, or has no room
-  3    rsync or the kernel library is missing
+  0    it is a release there, on every host that was named, and every gate of phases 0..N is
+       proven (or --no-validate)
+  1    it is a release there, and a gate failed
+  2    wrong usage or configuration, the host cannot be reached, is locked, or has no room, or its
+       Python cannot import what was sent
+  3    it is a release there, no gate failed, and one is blocked or unwritten; or it is none, as
+       rsync, the kernel library or a package that gates need is missing
+  130  interrupted; what ran there was ended
+"""
+VALIDATE_EPILOG = """\b
+Exit codes:
+  0    every gate of phases 0..N is proven there
+  1    a gate failed
+  2    wrong usage or configuration, or the host cannot be reached
+  3    no gate failed, and one is blocked or unwritten
+  130  interrupted; what ran there was ended
 """
 PROMOTE_EPILOG = """\b
 Exit codes:
@@ -367,11 +380,21 @@ def phase_run(
 
 @cli.command("verify", epilog=EPILOG)
 @click.option("--all", "everything", is_flag=True, help="Run every gate, fresh or not.")
+@click.option(
+    "--phase",
+    "wanted",
+    metavar="N",
+    help="The gates of phases 0..N alone.",
+    shell_complete=_completing(_phase_names),
+)
+@click.option("--dry-run", is_flag=True, help="Say where each gate stands, and run nothing.")
 @_run_options
 @click.pass_context
 def verify(
     ctx: click.Context,
     everything: bool,
+    wanted: str | None,
+    dry_run: bool,
     host_name: str,
     fail_fast: bool,
     require: tuple[str, ...],
@@ -379,14 +402,31 @@ def verify(
     no_input: bool,
     as_json: bool,
 ) -> None:
-    """Run every gate that has not passed with the code as it is now."""
+    """Run every gate that has not passed with the code as it is now.
+
+    With --dry-run each gate is proven, stale, missing, failed, blocked (with what a run would find
+    in its way) or unwritten; the exit code is 0 where all are proven, 1 where one failed, else 3.
+    """
     from phases.evidence import Platform
+    from phases.promotable import exit_code_of, up_to
+    from phases.registry import find_phase
     from phases.runner import engine_environment, select, unproven
+    from phases.states import gate_states
 
     phases = _phases()
+    if wanted is not None:
+        phases = up_to(phases, find_phase(phases, wanted))
     machine = _local_machine(host_name)
     platform = Platform.of(machine, engine_environment())
     known = _store(_checkout()).newest(phases, host_name, socket.gethostname())
+    if dry_run:
+        known = {} if everything else known
+        states = [one.as_json() for one in gate_states(select(phases), known, machine, platform)]
+        if as_json:
+            _print_json({"exit_code": exit_code_of(states), "gates": states})
+        else:
+            _print_states(states)
+        ctx.exit(exit_code_of(states))
     selection, fresh = unproven(select(phases), {} if everything else known, platform)
     if selection:
         record = _run(selection, host_name, fail_fast, seed, as_json, machine)
@@ -1058,47 +1098,136 @@ def hosts_list(as_json: bool) -> None:
 @cli.command("deploy", epilog=DEPLOY_EPILOG)
 @_hosts_option
 @click.option("--dry-run", is_flag=True, help="Say what would change there, and write nothing.")
+@click.option(
+    "--phase",
+    "wanted",
+    metavar="N",
+    help="Run the gates of phases 0..N there (default: the highest with a service profile).",
+    shell_complete=_completing(_phase_names),
+)
+@click.option("--no-validate", is_flag=True, help="Run no gate there.")
 @_json_option
-def deploy(host_names: str, dry_run: bool, as_json: bool) -> None:
-    """Send this checkout and its kernels to hosts, as a release there.
+@click.pass_context
+def deploy(
+    ctx: click.Context,
+    host_names: str,
+    dry_run: bool,
+    wanted: str | None,
+    no_validate: bool,
+    as_json: bool,
+) -> None:
+    """Send this checkout and its kernels to hosts, as a release there, and run the gates on it.
 
     One host after the other; where one fails, those after it are left alone.
 
     What git knows is sent, as it is in the working tree, and the engine's wheel with the library
-    that `kd build` made. What arrived is held against hashes before it is a release. The live
-    service is not touched; validation there and promotion are not written yet.
+    that `kd build` made. What arrived is held against hashes, and imported by the host's Python,
+    before it is a release. Gates that passed there with the same code are not run again. The live
+    service is not touched.
     """
+    from phases.promotable import lacking
     from phases.runner import signals_interrupt
     from remote.connection import connect
     from remote.deploy import Deployment
 
     checkout = _checkout()
-    deployment = Deployment(checkout.root, checkout.revision())
+    deployment = Deployment(checkout.root, checkout.revision(), checkout.state / "tools")
+    phase = _phase_to_validate(wanted)
 
-    def one(host: Any) -> dict[str, Any]:
+    def one(host: Any) -> tuple[dict[str, Any], int]:
         with contextlib.closing(connect(host)) as transport:
             if dry_run:
                 found = deployment.preview(transport, host)
-                if as_json:
-                    return found
-                for what in ("new", "changed", "removed"):
-                    for name in found[what]:
-                        click.echo(f"{what:<8} {name.removeprefix('source/')}")
-                counts = ", ".join(
-                    f"{len(found[what])} {what}" for what in ("new", "changed", "removed")
-                )
-                click.echo(f"{counts}, against {found['base'] or 'nothing'}", err=True)
-                return found
+                if not as_json:
+                    _print_preview(found)
+                return found, ExitCode.PASSED
             with signals_interrupt():
-                placed = deployment.run(
-                    transport, host, note=lambda text: click.echo(text, err=True)
-                )
-        if not as_json:
-            click.echo(f"placed below {host.root}, and not promoted", err=True)
-            click.echo(placed["release"])
-        return placed
+                placed = deployment.run(transport, host, with_tools=not no_validate, note=_note)
+                click.echo(f"placed below {host.root}, and not promoted", err=True)
+                if not as_json:
+                    click.echo(placed["release"])
+                states = [] if no_validate else _validate(transport, host, placed["release"], phase)
+        for line in lacking(states):
+            click.echo(line, err=True)
+        validated = {"phase": None if no_validate else phase.package, "gates": states}
+        return placed | validated, _judge(states)
 
-    _on_each(_hosts(host_names), one, as_json)
+    ctx.exit(_on_each(_hosts(host_names), one, as_json))
+
+
+def _print_preview(found: dict[str, Any]) -> None:
+    for what in ("new", "changed", "removed"):
+        for name in found[what]:
+            click.echo(f"{what:<8} {name.removeprefix('source/')}")
+    counts = ", ".join(f"{len(found[what])} {what}" for what in ("new", "changed", "removed"))
+    click.echo(f"{counts}, against {found['base'] or 'nothing'}", err=True)
+
+
+@cli.command("validate", epilog=VALIDATE_EPILOG)
+@click.argument("wanted", metavar="N", shell_complete=_completing(_phase_names))
+@_host_option
+@click.option("--release", metavar="ID", help="Default: the newest there.")
+@click.option("--dry-run", is_flag=True, help="Say where each gate stands there, and run nothing.")
+@_json_option
+@click.pass_context
+def validate(
+    ctx: click.Context,
+    wanted: str,
+    host_name: str,
+    release: str | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Run the gates of phases 0..N on a host, with a release that is there.
+
+    Those that passed there with the same code are not run again. Ctrl-C ends the run there too.
+    """
+    from phases.runner import signals_interrupt
+    from remote.connection import connect
+    from remote.deploy import releases_of
+    from remote.validation import Validation
+
+    phase = _phase_to_validate(wanted)
+    host = _host(host_name)
+    with contextlib.closing(connect(host)) as transport, signals_interrupt():
+        if release is None:
+            known = releases_of(transport, host).known()["releases"]
+            if not known:
+                raise ConfigError(f"host {host.name} has no release", remedy="run `kd deploy`")
+            release = str(known[-1]["release"])
+        if dry_run:
+            states = Validation(transport, host).states(release, phase.number)
+        else:
+            states = _validate(transport, host, release, phase)
+    if as_json:
+        _print_json({"release": release, "phase": phase.package, "gates": states})
+    else:
+        _print_states(states)
+    ctx.exit(_judge(states))
+
+
+def _phase_to_validate(wanted: str | None) -> Phase:
+    from phases.promotable import default_phase
+    from phases.registry import find_phase
+
+    return default_phase(_phases()) if wanted is None else find_phase(_phases(), wanted)
+
+
+def _validate(transport: Any, host: Any, release: str, phase: Phase) -> list[dict[str, Any]]:
+    """Run the gates of phases 0..`phase` on a host; progress goes to stderr."""
+    from remote.validation import Validation
+
+    click.echo(f"runs the gates of phases 0..{phase.number} on {host.name}", err=True)
+    states = Validation(transport, host).run(release, phase.number, _note)
+    proven = sum(one["state"] == "proven" for one in states)
+    click.echo(f"{proven} of {len(states)} gates are proven there", err=True)
+    return states
+
+
+def _judge(states: Sequence[Any]) -> int:
+    from phases.promotable import exit_code_of
+
+    return exit_code_of(states)
 
 
 @cli.command("releases")
@@ -1131,10 +1260,10 @@ def releases(host_name: str, as_json: bool) -> None:
 
 
 @cli.command("record", epilog=PROMOTE_EPILOG)
-@_host_option
+@_hosts_option
 @_json_option
 @click.pass_context
-def record_tokens(ctx: click.Context, host_name: str, as_json: bool) -> None:
+def record_tokens(ctx: click.Context, host_names: str, as_json: bool) -> None:
     """Write down what a host's model says, for every promotion to be held against.
 
     SGLang is started there as the inventory says, without kd's engine and without speculation, and
@@ -1142,30 +1271,32 @@ def record_tokens(ctx: click.Context, host_name: str, as_json: bool) -> None:
     """
     from phases.recorded import draw_prompts, expected, without_speculation
 
-    host = _host(host_name)
-    with _live_service(host) as live:
-        before = live.releases.tokens()
-        if before is not None:
-            live.checks_of_live = expected(before).checks
-        model = live.model()
-        prompts = draw_prompts(
-            vocabulary=model["vocabulary"],
-            positions=model["positions"],
-            count=host.health.prompts,
-            new_tokens=host.health.new_tokens,
-        )
-        outcome = live.record(
-            without_speculation(host.service.command_line()),
-            prompts,
-            command=f"kd record --host {host.name}",
-            note=_note,
-        )
-    ctx.exit(_changed(outcome, host.name, as_json))
+    def one(host: Any) -> tuple[dict[str, Any], int]:
+        with _live_service(host) as live:
+            before = live.releases.tokens()
+            if before is not None:
+                live.checks_of_live = expected(before).checks
+            model = live.model()
+            prompts = draw_prompts(
+                vocabulary=model["vocabulary"],
+                positions=model["positions"],
+                count=host.health.prompts,
+                new_tokens=host.health.new_tokens,
+            )
+            outcome = live.record(
+                without_speculation(host.service.command_line()),
+                prompts,
+                command=f"kd record --host {host.name}",
+                note=_note,
+            )
+        return _changed(outcome, host.name, as_json)
+
+    ctx.exit(_on_each(_hosts(host_names), one, as_json))
 
 
 @cli.command("promote", epilog=PROMOTE_EPILOG)
 @click.argument("wanted", metavar="N|stock", shell_complete=_completing(_promotable_names))
-@_host_option
+@_hosts_option
 @click.option("--release", metavar="ID", help="Which release. Default: the newest that is not bad.")
 @click.option(
     "--force",
@@ -1177,7 +1308,7 @@ def record_tokens(ctx: click.Context, host_name: str, as_json: bool) -> None:
 def promote(
     ctx: click.Context,
     wanted: str,
-    host_name: str,
+    host_names: str,
     release: str | None,
     force: str | None,
     as_json: bool,
@@ -1189,94 +1320,122 @@ def promote(
     started again and checked in the same way. The host does this by itself: a connection that
     breaks changes nothing. Ctrl-C puts back what was live. `stock` is SGLang without kd's engine.
     """
+    if wanted == "stock" and release is not None:
+        raise ConfigError("stock SGLang is no release", remedy="leave --release out")
+
+    def one(host: Any) -> tuple[dict[str, Any], int]:
+        from remote.promotion import Target
+
+        with _live_service(host) as live:
+            if wanted == "stock":
+                target, forced = Target(None, None, (), {}), None
+            else:
+                target, forced = _proven_target(live, host, wanted, release, force)
+            now = live.releases.promotions()["live"]
+            if now is not None and (now["release"], now["phase"]) == (target.release, target.phase):
+                click.echo(f"{target.name} is live already (kd restart starts it anew)", err=True)
+                text = f"{target.name} is live already"
+                return {"result": "promoted", "text": text, "job": None}, ExitCode.PASSED
+            outcome = live.promote(
+                target,
+                _checks(live),
+                command=f"kd promote {wanted} --host {host.name}",
+                note=_note,
+                forced=forced,
+            )
+        return _changed(outcome, host.name, as_json)
+
+    ctx.exit(_on_each(_hosts(host_names), one, as_json))
+
+
+def _proven_target(
+    live: Any, host: Any, wanted: str, release: str | None, force: str | None
+) -> tuple[Any, dict[str, Any] | None]:
+    """What is to be live of a release whose gates have passed there; what was forced, and why.
+
+    Raises ConfigError where a gate is not proven and nobody, or nobody rightly, says why not.
+    """
     from phases.promotable import lacking, refused_even_if_forced
     from phases.registry import find_phase
     from phases.serve import require_profile
     from remote.promotion import Target
+    from remote.validation import Validation
 
-    host = _host(host_name)
-    command = f"kd promote {wanted} --host {host.name}"
-    with _live_service(host) as live:
-        if wanted == "stock":
-            if release is not None:
-                raise ConfigError("stock SGLang is no release", remedy="leave --release out")
-            target, forced = Target(None, None, (), {}), None
-        else:
-            phase = find_phase(_phases(), wanted)
-            require_profile(phase)
-            profile = phase.profile
-            chosen = _release_of(live.releases, release)
-            target = Target(chosen, phase.number, profile.arguments, profile.environment)
-            states = _validation(host, live).states(chosen, phase.number)
-            lacks, forced = lacking(states), None
-            if lacks:
-                never = refused_even_if_forced(states)
-                if force is None or never or not force.strip():
-                    for line in lacks:
-                        click.echo(f"kd: {line}", err=True)
-                    raise ConfigError(
-                        f"phase {phase.number} is not proven on {host.name} with {chosen}: "
-                        f"{len(lacks)} gates lack evidence"
-                        + (f", and {', '.join(never)} can never be forced" if never else ""),
-                        remedy=f"kd validate {phase.number} --host {host.name} --release {chosen}",
-                    )
-                forced = {"reason": force, "lacks": lacks}
-        now = live.releases.promotions()["live"]
-        if now is not None and (now["release"], now["phase"]) == (target.release, target.phase):
-            click.echo(f"{target.name} is live already (kd restart starts it anew)", err=True)
-            if as_json:
-                _print_json({"host": host.name, "result": "promoted", "text": "live already"})
-            return
-        outcome = live.promote(target, _checks(live), command=command, note=_note, forced=forced)
-    ctx.exit(_changed(outcome, host.name, as_json))
+    phase = find_phase(_phases(), wanted)
+    require_profile(phase)
+    chosen = _release_of(live.releases, release)
+    target = Target(chosen, phase.number, phase.profile.arguments, phase.profile.environment)
+    states = Validation(live.transport, host).states(chosen, phase.number)
+    lacks, never = lacking(states), refused_even_if_forced(states)
+    if not lacks:
+        return target, None
+    if force is not None and force.strip() and not never:
+        return target, {"reason": force, "lacks": lacks}
+    for line in lacks:
+        click.echo(f"kd: {line}", err=True)
+    why = f"{len(lacks)} gates are not proven"
+    if never:
+        why += f", {len(never)} of them of token-exactness, which nothing can force"
+    raise ConfigError(
+        f"host {host.name}: phase {phase.number} cannot be promoted with {chosen}: {why}",
+        remedy=f"kd validate {phase.number} --host {host.name} --release {chosen}"
+        + ("" if never else ", or --force REASON"),
+    )
 
 
 @cli.command("rollback", epilog=PROMOTE_EPILOG)
-@_host_option
+@_hosts_option
 @click.option("--to", "release", metavar="ID", help="The release. Default: what was live before.")
 @_json_option
 @click.pass_context
-def rollback(ctx: click.Context, host_name: str, release: str | None, as_json: bool) -> None:
+def rollback(ctx: click.Context, host_names: str, release: str | None, as_json: bool) -> None:
     """Make live again what was live before, just as it was started then.
 
     It is held against the recorded tokens, as a promotion is. A second rollback goes further back.
     """
-    host = _host(host_name)
-    with _live_service(host) as live:
-        found = live.releases.promotions()
-        if release is None:
-            entry = found["previous"]
-        else:
-            named = [one for one in found["entries"] if one["release"] == release]
-            entry = named[-1] if named else None
-        if found["live"] is None or entry is None:
-            what = f"release {release} was never live" if release else "nothing was live before"
-            raise ConfigError(f"host {host.name}: {what}", remedy=f"kd releases --host {host.name}")
-        there = {one["release"] for one in live.releases.known()["releases"]}
-        if entry["release"] is not None and entry["release"] not in there:
-            raise ConfigError(
-                f"host {host.name}: release {entry['release']} is not there any more",
-                remedy=f"kd releases --host {host.name}",
-            )
-        command = f"kd rollback --host {host.name}" + (f" --to {release}" if release else "")
-        outcome = live.again("rollback", entry, _checks(live), command=command, note=_note)
-    ctx.exit(_changed(outcome, host.name, as_json))
+
+    def one(host: Any) -> tuple[dict[str, Any], int]:
+        with _live_service(host) as live:
+            found = live.releases.promotions()
+            if release is None:
+                entry = found["previous"]
+            else:
+                named = [one for one in found["entries"] if one["release"] == release]
+                entry = named[-1] if named else None
+            remedy = f"kd releases --host {host.name}"
+            if found["live"] is None or entry is None:
+                what = f"release {release} was never live" if release else "nothing was live before"
+                raise ConfigError(f"host {host.name}: {what}", remedy=remedy)
+            there = {one["release"] for one in live.releases.known()["releases"]}
+            if entry["release"] is not None and entry["release"] not in there:
+                raise ConfigError(
+                    f"host {host.name}: release {entry['release']} is not there any more",
+                    remedy=remedy,
+                )
+            command = f"kd rollback --host {host.name}" + (f" --to {release}" if release else "")
+            outcome = live.again("rollback", entry, _checks(live), command=command, note=_note)
+        return _changed(outcome, host.name, as_json)
+
+    ctx.exit(_on_each(_hosts(host_names), one, as_json))
 
 
 @cli.command("restart", epilog=PROMOTE_EPILOG)
-@_host_option
+@_hosts_option
 @_json_option
 @click.pass_context
-def restart(ctx: click.Context, host_name: str, as_json: bool) -> None:
+def restart(ctx: click.Context, host_names: str, as_json: bool) -> None:
     """Stop what is live on a host and start it again; its tokens are checked."""
-    host = _host(host_name)
-    with _live_service(host) as live:
-        entry = live.releases.promotions()["live"]
-        if entry is None:
-            raise ConfigError(f"host {host.name}: nothing is live", remedy="kd promote")
-        command = f"kd restart --host {host.name}"
-        outcome = live.again("restart", entry, _checks(live), command=command, note=_note)
-    ctx.exit(_changed(outcome, host.name, as_json))
+
+    def one(host: Any) -> tuple[dict[str, Any], int]:
+        with _live_service(host) as live:
+            entry = live.releases.promotions()["live"]
+            if entry is None:
+                raise ConfigError(f"host {host.name}: nothing is live", remedy="kd promote")
+            command = f"kd restart --host {host.name}"
+            outcome = live.again("restart", entry, _checks(live), command=command, note=_note)
+        return _changed(outcome, host.name, as_json)
+
+    ctx.exit(_on_each(_hosts(host_names), one, as_json))
 
 
 @cli.command("logs")
@@ -1362,22 +1521,15 @@ def _release_of(releases: Any, wanted: str | None) -> str:
     return newest
 
 
-def _changed(outcome: Any, host_name: str, as_json: bool) -> ExitCode:
+def _changed(outcome: Any, host_name: str, as_json: bool) -> tuple[dict[str, Any], int]:
     """Tell how a change of the live service ended."""
-    if as_json:
-        _print_json(
-            {
-                "host": host_name,
-                "result": outcome.result,
-                "text": outcome.text,
-                "job": outcome.job,
-            }
-        )
-    else:
+    if not as_json:
         click.echo(f"{host_name}: {outcome.text}", err=not outcome.done)
     if outcome.done:
-        return ExitCode.PASSED
-    return ExitCode.DOWN if outcome.result == "down" else ExitCode.FAILED
+        code = ExitCode.PASSED
+    else:
+        code = ExitCode.DOWN if outcome.result == "down" else ExitCode.FAILED
+    return {"result": outcome.result, "text": outcome.text, "job": outcome.job}, code
 
 
 @cli.command("unlock")
@@ -1525,26 +1677,40 @@ def _hosts(text: str) -> list[Any]:
     return load_inventory(_checkout().hosts_file).named(text)
 
 
-def _on_each(hosts: list[Any], do: Callable[[Any], Any], as_json: bool) -> None:
+def _on_each(hosts: list[Any], do: Callable[[Any], tuple[Any, int]], as_json: bool) -> ExitCode:
     """Do one host after the other, until one fails; which comes next is said on stderr.
 
+    do: the answer of one host, and how it ended. What is blocked is no failure.
     With as_json the answer is printed: of several hosts by their names, those alone that were done.
     """
     answers: dict[str, Any] = {}
-    try:
-        for number, host in enumerate(hosts, 1):
-            if len(hosts) > 1:
-                click.echo(f"host {host.name} ({number} of {len(hosts)})", err=True)
-            answers[host.name] = do(host)
-    except BaseException:  # an interrupt too
+    worst = ExitCode.PASSED
+
+    def stopped() -> None:
         if len(hosts) > 1:
             rest = ", ".join(other.name for other in hosts[number:])
             click.echo(f"stopped at host {host.name}; not reached: {rest or 'none'}", err=True)
             if as_json:
                 _print_json(answers)
-        raise
+
+    for number, host in enumerate(hosts, 1):
+        if len(hosts) > 1:
+            click.echo(f"host {host.name} ({number} of {len(hosts)})", err=True)
+        try:
+            answers[host.name], code = do(host)
+        except BaseException:  # an interrupt too
+            stopped()
+            raise
+        if code not in (ExitCode.PASSED, ExitCode.BLOCKED):
+            if len(hosts) > 1:
+                stopped()
+            elif as_json:
+                _print_json(answers[host.name])
+            return ExitCode(code)
+        worst = max(worst, ExitCode(code))
     if as_json:
         _print_json(answers if len(hosts) > 1 else answers[hosts[0].name])
+    return worst
 
 
 def _this_machine() -> Machine:
@@ -1657,6 +1823,13 @@ def _print_record(record: Record) -> None:
         click.echo(line)
 
 
+def _print_states(states: Sequence[Any]) -> None:
+    _print_table(
+        ("phase", "gate", "state", "why"),
+        [(one["phase"], one["gate"], str(one["state"]), one["why"] or "") for one in states],
+    )
+
+
 class _Watch:
     """Progress on stderr: a live line on a terminal, one plain line for each gate elsewhere."""
 
@@ -1723,6 +1896,7 @@ def _console(stderr: bool = False) -> Console:
 
 _COLOURS = {
     "passed": "green",
+    "proven": "green",
     "failed": "red",
     "error": "red",
     "blocked": "yellow",

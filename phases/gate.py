@@ -154,6 +154,8 @@ class Gate:
     time_limit_s: seconds after which the gate's process is ended and it fails with `timeout`.
     data: globs, from the repository root, of files that the gate depends on beside the Python
         modules it imports (those are found by themselves): CUDA sources, tables, kept evidence.
+    token_exact: whether it says that the live service gives the right tokens; nobody can force a
+        promotion past such a gate.
     """
 
     name: str
@@ -163,6 +165,7 @@ class Gate:
     requires: tuple[Requirement, ...] = ()
     time_limit_s: float = 600.0
     data: tuple[str, ...] = ()
+    token_exact: bool = False
 
     def __post_init__(self) -> None:
         # The words of `--require` do as well as the members; anything else is refused here.

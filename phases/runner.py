@@ -39,6 +39,7 @@ __all__ = [
     "Event",
     "Selection",
     "engine_environment",
+    "phases_below",
     "run",
     "select",
     "signals_interrupt",
@@ -134,7 +135,7 @@ def run(
         try:
             for number, (phase, gate) in enumerate(selection):
                 watch(Event(phase, gate))
-                below = _below(phase, selection)
+                below = phases_below(phase, selection)
                 result = _one(phase, gate, below, record, checkout, store, watch)
                 record = record.with_gate(result)
                 store.save(record)
@@ -224,7 +225,7 @@ def _with(base: GateRecord, **changes: object) -> GateRecord:
     return GateRecord.model_validate(dict(base) | changes)
 
 
-def _below(phase: Phase, selection: Selection) -> set[str]:
+def phases_below(phase: Phase, selection: Selection) -> set[str]:
     """The packages of the selected phases that `phase` builds on, directly or not."""
     selected = {other.number: other for other, _ in selection}
     waiting, found = list(phase.depends_on), set[str]()

@@ -5,8 +5,9 @@ standard library alone. It reads one request, `{"do": NAME, ...}`, as JSON from 
 one line of JSON, `{"done": ...}` or `{"error": TEXT}`. So no name from here ever meets a shell.
 
     ROOT/releases/ID/source        the checkout, as it was sent
-                     wheel         the engine's wheel, which holds its kernels
+                     wheel         the engine's wheel, which holds its kernels, and tools' wheels
                      site          the wheel unpacked: what goes before SGLang on PYTHONPATH
+                     tools         what gates import and the host's Python lacks
                      manifest.json SHA-256 and mode of each file that was sent
                      release.json  what it is: revision, which number it has here, when, by whom
     ROOT/incoming                  what is being sent; it stays where a transfer breaks off
@@ -16,6 +17,8 @@ one line of JSON, `{"done": ...}` or `{"error": TEXT}`. So no name from here eve
     ROOT/.lock.guard               held for the moment in which lock.json is looked at and changed
     ROOT/service                   what starts the service, and its log
     ROOT/jobs/NAME                 what runs here for long: its log, and how it ended
+    ROOT/state                     evidence of gates that ran here, of all releases
+    ROOT/build                     objects of kernels that were compiled here
 
 Each step is one rename, so that whoever is killed leaves the state before it or the state after it.
 """
@@ -81,9 +84,73 @@ def expect(root: str, names: list[str]) -> dict[str, int]:
             kept += 1  # one that an older release has as well would be changed there too
         else:
             path.unlink()
-    for part in ("source", "wheel"):
+    for part in ("source", "wheel", "wheel/tools"):
         (incoming / part).mkdir(mode=0o700, exist_ok=True)
     return {"kept": kept}
+
+
+def look_at_python(root: str, packages: list[str]) -> dict[str, Any]:
+    """The Python that this runs on: what wheels it takes, and which packages it has.
+
+    packages: {name: version, or None where it is not installed}. PYTHONPATH does not count.
+    """
+    try:
+        libc: str | None = os.confstr("CS_GNU_LIBC_VERSION")
+    except (OSError, ValueError):
+        libc = None
+    return {
+        "root": str(_root(root)),
+        "executable": sys.executable,
+        "version": f"{sys.version_info[0]}.{sys.version_info[1]}",
+        "machine": os.uname().machine,
+        "glibc": libc.split()[-1] if libc else None,
+        "packages": _installed(packages),
+    }
+
+
+def _installed(packages: list[str]) -> dict[str, str | None]:
+    done = _python(["-c", _VERSIONS, *packages], {}, 60.0)
+    if done.returncode:
+        raise Refused(f"{sys.executable} cannot tell its packages: {_last_line(done.stderr)}")
+    found: dict[str, str | None] = json.loads(done.stdout)
+    return found
+
+
+_VERSIONS = """
+import importlib.metadata, json, sys
+found = {}
+for name in sys.argv[1:]:
+    try:
+        found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        found[name] = None
+print(json.dumps(found))
+"""
+
+
+def _python(
+    arguments: list[str], environment: dict[str, str], limit_s: float
+) -> subprocess.CompletedProcess[str]:
+    """This Python as a service has it: with what its person installed, unlike this process."""
+    inherited = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
+    try:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            env={**inherited, "PYTHONDONTWRITEBYTECODE": "1", **environment},
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=limit_s,
+        )
+    except subprocess.TimeoutExpired:
+        raise Refused(f"{sys.executable} did not answer within {limit_s:g} s") from None
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "it says nothing"
 
 
 def compare(root: str, manifest: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -110,10 +177,12 @@ def place_release(
     release: str,
     manifest: dict[str, dict[str, Any]],
     about: dict[str, Any],
+    check: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Make what came in a release, if it is what was sent, file by file; its `release.json`.
 
     manifest: {path: {"sha256": hex, "executable": bool}} of all files in `source` and `wheel`.
+    check: what this Python must import from it, else there is no release; see `_CHECK`.
     """
     place = _root(root)
     target = _release(place, release)
@@ -124,16 +193,22 @@ def place_release(
     if faults:
         more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise Refused(f"what arrived is not what was sent: {'; '.join(faults[:3])}{more}")
+    for part in ("site", "tools"):
+        shutil.rmtree(incoming / part, ignore_errors=True)
+    for wheel in sorted((incoming / "wheel").glob("*.whl")):
+        _unpack(wheel, incoming / "site")
+    tools = _unpack_tools(incoming)
+    if check is not None:
+        _try_imports(incoming / "site", check)
+    _join(place, incoming)
     about = {
         **about,
         "release": release,
         "sequence": 1 + max((_order(one)[0] for one in _whole(place)), default=0),
         "placed": time.time(),  # to be shown: a clock may be set back
         "files": len(manifest),
+        "tools": tools,
     }
-    shutil.rmtree(incoming / "site", ignore_errors=True)
-    for wheel in sorted((incoming / "wheel").glob("*.whl")):
-        _unpack(wheel, incoming / "site")
     _write(incoming / "manifest.json", json.dumps(manifest, sort_keys=True, indent=1) + "\n")
     _write(incoming / "release.json", json.dumps(about, sort_keys=True, indent=1) + "\n")
     _sync_tree(incoming)
@@ -569,6 +644,8 @@ def end_job(root: str, name: str, number: int = signal.SIGTERM) -> dict[str, boo
     about = _json(_job(root, name) / "job.json")
     if about is None or about["since"] is None or _since(about["pid"]) != about["since"]:
         return {"was_alive": False}
+    if number == signal.SIGKILL:
+        kill_group(root, about["pid"])  # those too that made a group of their own
     with contextlib.suppress(ProcessLookupError):
         os.killpg(about["pid"], number)
     return {"was_alive": True}
@@ -732,16 +809,86 @@ def _faults(folder: pathlib.Path, manifest: dict[str, dict[str, Any]]) -> list[s
     return faults
 
 
-def _unpack(wheel: pathlib.Path, site: pathlib.Path) -> None:
-    """A wheel of packages alone is its own installation, once it is unpacked."""
+def _unpack_tools(incoming: pathlib.Path) -> list[str]:
+    """Unpack what this Python lacks of the tools that were sent; their names.
+
+    What it has stays out: every folder of PYTHONPATH comes before its own packages, so that a
+    second copy would take the place of SGLang's.
+    """
+    wheels = {
+        wheel.name.partition("-")[0].replace("_", "-"): wheel
+        for wheel in sorted((incoming / "wheel" / "tools").glob("*.whl"))
+    }
+    if not wheels:
+        return []
+    lacking = [name for name, version in _installed(list(wheels)).items() if version is None]
+    for name in lacking:
+        _unpack(wheels[name], incoming / "tools", scripts=False)
+    return lacking
+
+
+def _try_imports(site: pathlib.Path, check: dict[str, Any]) -> None:
+    done = _python(["-c", _CHECK, str(site), json.dumps(check)], {"PYTHONPATH": str(site)}, 600.0)
+    if done.returncode:
+        raise Refused(
+            f"{sys.executable} cannot import the engine from it: {_last_line(done.stderr)}"
+        )
+
+
+# imports: modules. entry_point: [group, name]. library: whether the kernels must load.
+_CHECK = """
+import importlib, importlib.metadata, json, os, sys
+site, check = sys.argv[1], json.loads(sys.argv[2])
+for name in check["imports"]:
+    place = importlib.import_module(name).__file__
+    if not os.path.abspath(place or "").startswith(os.path.join(site, "")):
+        sys.exit(f"{name} comes from {place}, before the release")
+group, name = check["entry_point"]
+known = importlib.metadata.entry_points()
+known = known.select(group=group) if hasattr(known, "select") else known.get(group, ())
+points = [point for point in known if point.name == name]
+if not points:
+    sys.exit(f"the wheel has no entry point {name} of {group}")
+points[0].load()
+if check["library"]:
+    from kdtree_engine.library import kernels
+    kernels()
+"""
+
+
+def _join(place: pathlib.Path, incoming: pathlib.Path) -> None:
+    """Let `site` and `source` be one engine, as in a checkout, by links inside the release.
+
+    Gates start servers on `source`, which lacks the library, and hold a library of `site` against
+    the sources, which a wheel lacks. A compiler's objects stay outside: a release never changes.
+    """
+    site, engine = incoming / "site", incoming / "source" / "kdtree-engine"
+    links = {engine / "kdtree_engine" / "lib": site / "kdtree_engine" / "lib"}
+    if site.is_dir():
+        (place / "build").mkdir(mode=0o700, exist_ok=True)
+        links[site / "csrc"] = engine / "csrc"
+        links[site / "build"] = place / "build"
+    for link, target in links.items():
+        if target.is_dir() and link.parent.is_dir() and not os.path.lexists(link):
+            # As seen from where the release will be, which is one folder deeper.
+            there = pathlib.Path(os.path.relpath(target, link.parent))
+            link.symlink_to(pathlib.Path("..") / there if target.parent == place else there)
+
+
+def _unpack(wheel: pathlib.Path, site: pathlib.Path, *, scripts: bool = True) -> None:
+    """A wheel of packages alone is its own installation, once it is unpacked.
+
+    scripts: whether one that has scripts or data too is refused; else those are left out.
+    """
     try:
         with zipfile.ZipFile(wheel) as packed:
             names = packed.namelist()
             if any(name.startswith(("/", "..")) or "/../" in name for name in names):
                 raise Refused(f"{wheel.name} has a file outside of it")
-            if any(".data/" in name.partition("/")[0] + "/" for name in names):
+            apart = {name for name in names if ".data/" in name.partition("/")[0] + "/"}
+            if any(scripts or name.split("/")[1] in ("purelib", "platlib") for name in apart):
                 raise Refused(f"{wheel.name} has scripts or data, which unpacking cannot install")
-            packed.extractall(site)
+            packed.extractall(site, [name for name in names if name not in apart])
     except zipfile.BadZipFile as error:
         raise Refused(f"{wheel.name} is no wheel: {error}") from error
 
@@ -865,6 +1012,7 @@ _DOES = {
     for one in (
         prepare,
         expect,
+        look_at_python,
         compare,
         place_release,
         switch,

@@ -79,6 +79,7 @@ class LiveService:
         self._host = host
         self._service: Service = host.service
         self._python = python
+        self.transport = transport
         self.releases = releases
         self.manager: Manager = manager_of(transport, releases, host, manager_python or python)
 

@@ -7,7 +7,7 @@ import json
 import pathlib
 import secrets
 import signal
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kdtree_engine.errors import ConfigError
@@ -72,11 +72,28 @@ class Releases:
         """What a release of these files would change: base, new, changed, removed."""
         return self._ask("compare", manifest=manifest)
 
+    def look_at_python(self, packages: Sequence[str] = ()) -> dict[str, Any]:
+        """root (absolute), and of the host's Python: executable, version, machine, glibc, packages.
+
+        packages: {name: version, or None where it is not installed}.
+        """
+        return self._ask("look_at_python", packages=list(packages))
+
     def place(
-        self, release: str, manifest: Mapping[str, Any], about: Mapping[str, Any]
+        self,
+        release: str,
+        manifest: Mapping[str, Any],
+        about: Mapping[str, Any],
+        *,
+        check: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Make what has arrived a release, if it is what was sent; what its `release.json` says."""
-        return self._ask("place_release", _SLOW_S, release=release, manifest=manifest, about=about)
+        """Make what has arrived a release, if it is what was sent; what its `release.json` says.
+
+        check: what the host's Python must be able to import from it.
+        """
+        return self._ask(
+            "place_release", _SLOW_S, release=release, manifest=manifest, about=about, check=check
+        )
 
     def switch(self, release: str) -> dict[str, Any]:
         """Let `current` be this release, at once. Returns before and current."""

@@ -98,9 +98,15 @@ def deliver(
     wheel: pathlib.Path,
     release: str,
     about: Mapping[str, Any],
+    names: Sequence[str] | None = None,
+    tools: Sequence[pathlib.Path] = (),
+    check: Mapping[str, Any] | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Send the checkout and the engine's wheel, and make them a release; its `release.json`.
+
+    names: the files of the checkout; those that git knows where it is None.
+    tools: wheels of what gates import and the host lacks. check: see `Releases.place`.
 
     Nothing that is in use is touched: a failure at any point leaves `incoming` behind, and the next
     call goes on from there.
@@ -108,14 +114,17 @@ def deliver(
     Raises MissingError without rsync on either side, TransportError where something cannot be sent
     or does not arrive as it is.
     """
-    names = tracked_files(checkout)
+    names = tracked_files(checkout) if names is None else names
     note(f"{len(names)} files")
     manifest = manifest_of(checkout, names, under="source")
     manifest |= manifest_of(wheel.parent, [wheel.name], under="wheel")
+    for tool in tools:
+        manifest |= manifest_of(tool.parent, [tool.name], under="wheel/tools")
     place = releases.prepare()
     host = transport.host
     require_rsync(host, place)
-    needed = sum((checkout / name).stat().st_size for name in names) + 3 * wheel.stat().st_size
+    needed = sum((checkout / name).stat().st_size for name in names)
+    needed += 3 * sum(packed.stat().st_size for packed in (wheel, *tools))
     if place["free_bytes"] < _ROOM * needed:
         raise TransportError(
             f"host {host}: {place['root']} has {place['free_bytes'] >> 20} MiB free, "
@@ -125,8 +134,10 @@ def deliver(
     note(f"sends, {kept} are there" if kept else "sends")
     _rsync(transport, checkout, names, f"{place['root']}/incoming/source", place["base"])
     transport.put(wheel, f"{place['root']}/incoming/wheel/{wheel.name}")
+    for tool in tools:
+        transport.put(tool, f"{place['root']}/incoming/wheel/tools/{tool.name}")
     note("verifies")
-    return releases.place(release, manifest, about)
+    return releases.place(release, manifest, about, check=check)
 
 
 def untracked_files(root: pathlib.Path) -> list[str]:

@@ -19,6 +19,10 @@ import click.testing
 import pytest
 
 import tasks
+from phases.checkout import find_checkout
+from phases.content import gate_content
+from phases.evidence import GateRecord, Record, Store
+from phases.registry import load_phases
 
 Kd = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -287,12 +291,59 @@ def test_a_checkout_becomes_a_release_of_this_machine(
     preview = kd("deploy", "--dry-run", **there)
     assert "new      tasks.py" in preview.stdout.splitlines()
     assert not (tmp_path / ".local").exists()
-    deployed = kd("deploy", **there)
+    deployed = kd("deploy", "--no-validate", **there)
     assert deployed.returncode == 0, deployed.stderr
     release = deployed.stdout.strip()
     assert (tmp_path / ".local/share/kd/releases" / release / "source/tasks.py").is_file()
     known = json.loads(kd("releases", "--json", **there).stdout)
     assert [one["release"] for one in known["releases"]] == [release]
+    asked = kd("validate", "oracle", "--dry-run", "--json", **there)
+    assert asked.returncode == 3
+    answer = json.loads(asked.stdout)
+    assert (answer["release"], answer["phase"]) == (release, "p0_oracle")
+    assert {one["state"] for one in answer["gates"]} == {"missing"}
+    assert kd("validate", "0", "--release", "x", **there).returncode == 2
+
+
+def test_where_each_gate_stands_is_said_without_a_run(kd: Kd, tmp_path: pathlib.Path) -> None:
+    kd("phase", "run", "0", "--only", "mask-layouts")
+    run = kd("verify", "--dry-run", "--phase", "oracle")
+    assert run.returncode == 3
+    rows = [line.split()[:3] for line in run.stdout.splitlines()]
+    assert rows[0] == ["phase", "gate", "state"]
+    assert ["p0_oracle", "mask-layouts", "proven"] in rows
+    assert ["p0_oracle", "mask-paths", "missing"] in rows
+    answer = json.loads(kd("verify", "--dry-run", "--json").stdout)
+    assert answer["exit_code"] == 3
+    assert {one["kind"] for one in answer["gates"]} == {"correctness", "speed"}
+    exact = [one for one in answer["gates"] if one["token_exact"]]
+    assert len(exact) == 2
+    assert len(list((tmp_path / "state/evidence").iterdir())) == 1, "nothing was run"
+    assert kd("verify", "--dry-run", "--phase", "orcale").returncode == 2
+
+
+def test_verify_runs_the_gates_up_to_a_phase_alone(kd: Kd, tmp_path: pathlib.Path) -> None:
+    """What is proven below it is not run again."""
+    kd("phase", "run", "0", "--only", "mask-layouts")
+    root = find_checkout().root
+    store = Store(tmp_path / "state/evidence", tmp_path / "kept", root)
+    (record,) = store.own_records()
+    entries = []
+    for gate in load_phases()[0].gates:
+        if gate.name != "mask-layouts":
+            fields = dict(record.gates[0]) | {"gate": gate.name}
+            entries.append(
+                GateRecord.model_validate(fields | {"content": gate_content(root, gate)})
+            )
+    quick = entries.pop(2)
+    assert quick.gate == "mask-paths"
+    changed = dict(record) | {"run": f"{record.run[:-6]}ffffff", "gates": tuple(entries)}
+    store.save(Record.model_validate(changed))
+    run = kd("verify", "--phase", "0", "--json")
+    assert run.returncode == 0, run.stderr
+    answer = json.loads(run.stdout)
+    assert [one["gate"] for one in answer["gates"]] == ["mask-paths"]
+    assert len(answer["fresh"]) == 8
 
 
 def test_a_lock_that_was_left_behind_is_broken_by_its_owners_name(
@@ -365,7 +416,7 @@ class TestSeveralHosts:
     def test_one_after_the_other_and_json_by_their_names(
         self, grouped: None, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        tasks._on_each(tasks._hosts("both"), lambda host: {"root": host.root}, True)
+        tasks._on_each(tasks._hosts("both"), lambda host: ({"root": host.root}, 0), True)
         said = capsys.readouterr()
         assert json.loads(said.out) == {"two": {"root": "/srv/two"}, "one": {"root": "/srv/one"}}
         assert said.err.splitlines() == ["host two (1 of 2)", "host one (2 of 2)"]
@@ -374,7 +425,7 @@ class TestSeveralHosts:
         self, grouped: None, capsys: pytest.CaptureFixture[str]
     ) -> None:
         for names in ("one", "one,one"):
-            tasks._on_each(tasks._hosts(names), lambda host: {"root": host.root}, True)
+            tasks._on_each(tasks._hosts(names), lambda host: ({"root": host.root}, 0), True)
             said = capsys.readouterr()
             assert (json.loads(said.out), said.err) == ({"root": "/srv/one"}, "")
 

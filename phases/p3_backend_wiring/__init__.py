@@ -55,6 +55,7 @@ PHASE = Phase(
             requires=(Requirement.SGLANG,),
             time_limit_s=1800.0,
             data=_GPU_SERVER,
+            token_exact=True,
         ),
         Gate(
             "conformance-kit-eager",

@@ -55,6 +55,7 @@ PHASE = Phase(
             requires=(Requirement.GPU, Requirement.SERVICE),
             time_limit_s=5400.0,
             data=_SERVER,
+            token_exact=True,
         ),
         Gate(
             "conformance-kit-graph",

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from kdtree_engine.build import CompileError
+from kdtree_engine.build import CompileError, sources_digest
 from kdtree_engine.errors import ConfigError, MissingError
 from remote.deploy import Deployment, releases_of
 from remote.inventory import LocalHost
@@ -27,12 +27,21 @@ def checkout(tmp_path: pathlib.Path) -> pathlib.Path:
     """As small as a checkout can be that has an engine."""
     folder = tmp_path / "checkout"
     engine = folder / "kdtree-engine"
-    (engine / "kdtree_engine").mkdir(parents=True)
+    (engine / "kdtree_engine/sglang_ext").mkdir(parents=True)
+    (engine / "csrc").mkdir()
     (folder / "README.md").write_text("read me\n")
     (engine / "kdtree_engine/__init__.py").write_text("value = 7\n")
+    (engine / "kdtree_engine/attention.py").write_text("")
+    (engine / "kdtree_engine/sglang_ext/__init__.py").write_text("")
+    (engine / "kdtree_engine/sglang_ext/plugin.py").write_text("def register(): pass\n")
+    (engine / "csrc/one.cu").write_text("// nothing\n")
     (engine / "pyproject.toml").write_text(
         '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n'
         '[project]\nname = "kdtree-engine"\nversion = "1"\n'
+        '[project.entry-points."sglang.srt.plugins"]\n'
+        'kdtree_mla = "kdtree_engine.sglang_ext.plugin:register"\n'
+        '[tool.setuptools]\npackages = ["kdtree_engine", "kdtree_engine.sglang_ext"]\n'
+        '[tool.setuptools.package-data]\nkdtree_engine = ["lib/*"]\n'
     )
     for line in (["init", "-q"], ["add", "-A"]):
         subprocess.run(["git", *line], cwd=folder, check=True)
@@ -143,3 +152,67 @@ def test_a_gpu_host_wants_the_kernels(
     with pytest.raises(CompileError, match="was not built from"):
         deployment.run(LocalTransport(), gpu)
     assert not (tmp_path / "root").exists()
+
+
+def test_the_engine_is_one_in_a_release_as_in_a_checkout(
+    checkout: pathlib.Path, host: LocalHost, tmp_path: pathlib.Path
+) -> None:
+    """Gates hold a library of `site` against sources, and start servers on `source`."""
+    library = checkout / "kdtree-engine/kdtree_engine/lib/libkdtree_engine.so"
+    library.parent.mkdir()
+    library.write_bytes(b"of some sources")
+    about = Deployment(checkout, (None, None)).run(LocalTransport(), host)
+    placed = tmp_path / "root/releases" / about["release"]
+    assert (placed / "site/csrc/one.cu").read_text() == "// nothing\n"
+    for engine in ("site", "source/kdtree-engine"):
+        assert (placed / engine / "kdtree_engine/lib" / library.name).read_bytes()
+    (placed / "site/build/objects").mkdir(parents=True)
+    assert (tmp_path / "root/build/objects").is_dir(), "a release never changes"
+    assert not list(placed.rglob("__pycache__"))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "says"),
+    [
+        ("attention.py", "import no_such_module\n", "No module named 'no_such_module'"),
+        ("sglang_ext/plugin.py", "", "has no attribute 'register'"),
+        ("__init__.py", "raise SystemExit('not with this torch')\n", "not with this torch"),
+        ("__init__.py", "__file__ = '/else/where.py'\n", "comes from /else/where.py"),
+    ],
+)
+def test_what_the_hosts_python_cannot_import_is_no_release(
+    checkout: pathlib.Path, host: LocalHost, file: str, text: str, says: str
+) -> None:
+    (checkout / "kdtree-engine/kdtree_engine" / file).write_text(text)
+    with pytest.raises(ReleaseRefused, match="cannot import the engine from it: .*" + says) as why:
+        Deployment(checkout, (None, None)).run(LocalTransport(), host)
+    assert "\n" not in str(why.value)
+    releases = releases_of(LocalTransport(), host)
+    assert releases.known()["releases"] == []
+    assert releases.lock_holder() is None
+
+
+def test_a_plugin_that_sglang_would_not_find_is_no_release(
+    checkout: pathlib.Path, host: LocalHost
+) -> None:
+    project = checkout / "kdtree-engine/pyproject.toml"
+    project.write_text(project.read_text().replace("kdtree_mla", "another"))
+    with pytest.raises(ReleaseRefused, match="has no entry point kdtree_mla"):
+        Deployment(checkout, (None, None)).run(LocalTransport(), host)
+
+
+def test_a_library_that_a_gpu_host_cannot_load_is_no_release(
+    checkout: pathlib.Path, host: LocalHost
+) -> None:
+    package = checkout / "kdtree-engine/kdtree_engine"
+    (package / "lib").mkdir()
+    (package / "lib/libkdtree_engine.so").write_bytes(b"no library")
+    digest = sources_digest(checkout / "kdtree-engine/csrc")
+    (package / "lib/libkdtree_engine.json").write_text(json.dumps({"sources": digest}))
+    (package / "library.py").write_text("def kernels(): raise OSError('invalid ELF header')\n")
+    subprocess.run(["git", "add", "-A"], cwd=checkout, check=True)
+    deployment = Deployment(checkout, (None, None))
+    deployment.run(LocalTransport(), host)
+    gpu = host.model_copy(update={"cuda_arch": "sm_120"})
+    with pytest.raises(ReleaseRefused, match="invalid ELF header"):
+        deployment.run(LocalTransport(), gpu)

@@ -1,0 +1,152 @@
+"""Whether a release is right where it will serve: the phases' gates, run on its host.
+
+It is the release's own `tasks.py` that runs them, with the host's own Python: gates are asked for
+as a person there would ask. Evidence is kept for all releases of a host in one place, as it is by
+the content of what a gate depends on: what has not changed is not run again.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kdtree_engine.errors import UnknownName
+from remote.deploy import releases_of, this_person
+from remote.errors import TransportError, last_words
+from remote.inventory import Host
+from remote.jobs import follow, new_job_name
+from remote.transport import Transport
+
+__all__ = ["States", "Validation"]
+
+States = list[dict[str, Any]]
+"""One for each gate: phase, gate, kind, token_exact, state, why, run. `phases.states` says what
+they mean."""
+
+_FIELDS = {"phase", "gate", "kind", "token_exact", "state", "why", "run"}
+_ANSWER_S = 600.0
+_GRACE_S = 30.0
+_ENDED = (0, 1, 3)  # exit codes of a run that came to its end
+
+
+class Validation:
+    """Gates of releases of one host."""
+
+    def __init__(self, transport: Transport, host: Host) -> None:
+        self._transport = transport
+        self._releases = releases_of(transport, host)
+
+    def run(
+        self,
+        release: str,
+        phase: int | str,
+        note: Callable[[str], None] = lambda text: None,
+        *,
+        poll_s: float = 1.0,
+    ) -> States:
+        """Run what is not proven of phases 0..`phase` there, and say how each gate stands then.
+
+        note: gets each line of progress as it comes. A run that is interrupted here is ended there,
+        with all that it has started.
+
+        Raises UnknownName where there is no such release, TransportError where the run does not
+        come to its end.
+        """
+        python, environment, program = self._program(release)
+        name = new_job_name("validate")
+        line = [python, program, "verify", "--phase", str(phase), "--json", "--no-input"]
+        said: list[str] = []
+        result = False
+
+        def hear(text: str) -> None:
+            nonlocal result
+            result = result or text == "{"  # the record, which `states` tells better
+            if not result:
+                said.append(text)
+                note(text)
+
+        try:
+            self._releases.start_job(name, line, environment)
+            code = follow(self._releases, name, hear, poll_s=poll_s)
+        except KeyboardInterrupt:
+            self._end(name, note)
+            raise
+        if code not in _ENDED:
+            raise TransportError(
+                f"host {self._transport.host}: release {release}: its gates were not run to the "
+                f"end (exit code {code}){last_words(chr(10).join(said), ': ')}",
+                remedy=f"the log there: jobs/{name}/log below the host's root",
+            )
+        found = self.states(release, phase)
+        self._releases.audit(
+            {
+                "did": "validate",
+                "by": this_person(),
+                "release": release,
+                "phase": str(phase),
+                "result": dict(collections.Counter(one["state"] for one in found)),
+            }
+        )
+        return found
+
+    def states(self, release: str, phase: int | str) -> States:
+        """How each gate of phases 0..`phase` stands there. Runs none."""
+        python, environment, program = self._program(release)
+        done = self._transport.run(
+            [python, program, "verify", "--dry-run", "--phase", str(phase), "--json"],
+            env=environment,
+            timeout=_ANSWER_S,
+            check=False,
+        )
+        # A login message may come before it.
+        begin = done.stdout.find("{\n")
+        try:
+            found, _ = json.JSONDecoder().raw_decode(done.stdout[max(begin, 0) :])
+            states: States = found["gates"]
+            whole = all(set(one) >= _FIELDS for one in states)
+        except (ValueError, KeyError, TypeError):
+            whole = False
+        if done.exit_code not in _ENDED or not whole:
+            raise TransportError(
+                f"host {self._transport.host}: release {release}: its kd cannot tell how its gates "
+                f"stand (exit code {done.exit_code}){last_words(done.stderr, ': ')}"
+            )
+        return states
+
+    def _program(self, release: str) -> tuple[str, dict[str, str], str]:
+        """The host's Python, the environment that gates need, and the release's own `tasks.py`."""
+        known = {one["release"]: one for one in self._releases.known()["releases"]}
+        if release not in known:
+            raise UnknownName("release", release, known)
+        python = self._releases.look_at_python()
+        root = python["root"]
+        folder = f"{root}/releases/{release}"
+        environment = {
+            # The tools hold only what the host's Python lacks, and come last.
+            "PYTHONPATH": f"{folder}/site:{folder}/source:{folder}/tools",
+            "PYTHONDONTWRITEBYTECODE": "1",  # a release never changes
+            "PYTHONUNBUFFERED": "1",
+            "KD_STATE": f"{root}/state",
+            "KD_REVISION": known[release].get("revision") or "",
+            "KD_SGLANG_PYTHON": python["executable"],
+        }
+        return python["executable"], environment, f"{folder}/source/tasks.py"
+
+    def _end(self, name: str, note: Callable[[str], None]) -> None:
+        host = self._transport.host
+        try:
+            if self._releases.end_job(name):
+                note(f"interrupted: ends the run on {host}")
+                deadline = time.monotonic() + _GRACE_S
+                while self._releases.look_at_job(name)["alive"] and time.monotonic() < deadline:
+                    time.sleep(0.5)
+            with contextlib.suppress(TransportError):  # one that did not begin
+                self._releases.end_job(name, signal.SIGKILL)
+            note(f"the run on {host} has ended")
+        except TransportError as error:
+            note(f"the run on {host} may go on there, as job {name}: {error}")
