@@ -11,6 +11,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -37,11 +38,9 @@ ENVIRONMENT = (*CPU.environment, "KD_TEST_SECRET")
 class Live:
     """A host with SGLang on it, and this checkout on its way there."""
 
-    def __init__(
-        self, folder: pathlib.Path, root: pathlib.Path, server: ssh_server.SshServer
-    ) -> None:
+    def __init__(self, folder: pathlib.Path, server: ssh_server.SshServer) -> None:
         self.said: list[str] = []
-        self._root = root
+        self.secret = f"hush-{time.time_ns()}"
         python = folder / "python"
         (support,) = CPU.paths
         # What makes SGLang run on a CPU at all is the host's own affair.
@@ -86,7 +85,7 @@ class Live:
         )
         self.releases.prepare()
         secrets = folder / "root" / "secrets.env"
-        values = {**CPU.environment, "KD_TEST_SECRET": "hush-hush"}
+        values = {**CPU.environment, "KD_TEST_SECRET": self.secret}
         secrets.write_text("".join(f"{name}={value}\n" for name, value in values.items()))
         secrets.chmod(0o600)
 
@@ -126,13 +125,11 @@ class Live:
 
 
 @pytest.fixture
-def live(
-    tmp_path: pathlib.Path, root: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Live]:
+def live(tmp_path: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     if ssh_server.SSHD is None or shutil.which("rsync") is None:
         pytest.skip("sshd and rsync are needed (apt-get install openssh-server rsync)")
     server = ssh_server.SshServer(tmp_path_factory.mktemp("sshd"))
-    made = Live(tmp_path, root, server)
+    made = Live(tmp_path, server)
     yield made
     made.close()
     server.stop()
@@ -199,5 +196,5 @@ def test_a_release_is_live_or_what_was_before_is(
     folder = pathlib.Path(live.host.root)
     for path in folder.rglob("*"):
         if path.is_file() and path.name != "secrets.env":
-            assert b"hush-hush" not in path.read_bytes(), path
-    assert not any("hush-hush" in line for line in live.said)
+            assert live.secret.encode() not in path.read_bytes(), path
+    assert not any(live.secret in line for line in live.said)
