@@ -13,7 +13,8 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -80,7 +81,8 @@ Exit codes:
 
 DEPLOY_EPILOG = """\b
 Exit codes:
-  0    it is a release there, and every gate of phases 0..N is proven (or --no-validate)
+  0    it is a release there, on every host that was named, and every gate of phases 0..N is
+       proven (or --no-validate)
   1    it is a release there, and a gate failed
   2    wrong usage or configuration, the host cannot be reached, is locked, or has no room, or its
        Python cannot import what was sent
@@ -102,6 +104,16 @@ Exit codes:
   3    no gate failed, and one is blocked or unwritten
   130  interrupted; what ran there was ended
 """
+PROMOTE_EPILOG = """\b
+Exit codes:
+  0    it is live (of `kd record`: the tokens are written)
+  1    it was not fit; what was live before is live again
+  2    wrong usage or configuration, or the host cannot be reached or is locked; nothing has changed
+  4    it was not fit, and what was live before does not serve either
+  130  interrupted; what was live before is live again
+"""
+
+
 SERVE_EPILOG = """\b
 Exit codes:
   2    wrong usage or configuration
@@ -110,6 +122,7 @@ Else those of the server, which takes this command's place.
 """
 
 
+_LOOK_S = 1.0  # between two looks at a log that is followed
 _CHECK_S = 30.0  # for each command of `kd hosts check`
 
 
@@ -188,6 +201,10 @@ def _phase_names() -> Iterable[str]:
     return ["all", *(str(phase.number) for phase in _phases())]
 
 
+def _promotable_names() -> Iterable[str]:
+    return ["stock", *(str(phase.number) for phase in _phases() if phase.profile.arguments)]
+
+
 def _gate_names() -> Iterable[str]:
     return [gate.name for phase in _phases() for gate in phase.gates]
 
@@ -204,6 +221,21 @@ def _host_names() -> Iterable[str]:
     return list(load_inventory(_checkout().hosts_file).hosts)
 
 
+def _host_and_group_names() -> Iterable[str]:
+    from remote.inventory import load_inventory
+
+    inventory = load_inventory(_checkout().hosts_file)
+    return [*inventory.hosts, *inventory.groups]
+
+
+def _complete_hosts(ctx: click.Context, param: click.Parameter, word: str) -> list[CompletionItem]:
+    """The last name of `ct200,la`."""
+    before = word[: word.rfind(",") + 1]
+    return _completing(lambda: [before + name for name in _host_and_group_names()])(
+        ctx, param, word
+    )
+
+
 def _run_names() -> Iterable[str]:
     return ["latest", *(record.run for record in _store(_checkout()).own_records())]
 
@@ -217,6 +249,16 @@ _host_option = click.option(
     metavar="NAME",
     help="A host of remote/hosts.yaml.",
     shell_complete=_completing(_host_names),
+)
+# Its commands do one host after the other: see `_on_each`.
+_hosts_option = click.option(
+    "--host",
+    "host_names",
+    default="local",
+    show_default=True,
+    metavar="NAME[,NAME...]",
+    help="Hosts or groups of remote/hosts.yaml; one host after the other.",
+    shell_complete=_complete_hosts,
 )
 
 
@@ -406,9 +448,15 @@ def verify(
 @click.option("--host", "host_name", metavar="NAME", shell_complete=_completing(_host_names))
 @_json_option
 def status(host_name: str | None, as_json: bool) -> None:
-    """Phases x hosts from the newest evidence; stale means that the code has changed since."""
+    """Phases x hosts from the newest evidence; stale means that the code has changed since.
+
+    With --host, first what is live there: its service, the lock, what was done last.
+    """
     from phases.report import status_rows
 
+    live = None
+    if host_name is not None and _host(host_name).service is not None:
+        live = _live_status(host_name)
     phases, store, here = _phases(), _store(_checkout()), socket.gethostname()
     places = [place for place in store.machines() if place != ("local", here)]
     columns = {
@@ -424,32 +472,78 @@ def status(host_name: str | None, as_json: bool) -> None:
         kept = store.among([record], phases)
         columns[f"kept: {name}"] = (record.host, record.machine.hostname, kept)
     if host_name is not None:
-        _host(host_name)
         columns = {label: column for label, column in columns.items() if column[0] == host_name}
-        if not columns:
+        if not columns and live is None:
             click.echo(f"no evidence of host {host_name}", err=True)
     if as_json:
-        _print_json(
-            [
-                {
-                    "host": host,
-                    "hostname": hostname,
-                    "label": label,
-                    "gates": {
-                        name: {
-                            "status": evidence.gate.status,
-                            "stale": evidence.stale,
-                            "run": evidence.record.run,
-                        }
-                        for name, evidence in gates.items()
-                    },
-                }
-                for label, (host, hostname, gates) in columns.items()
-            ]
-        )
+        evidence = [
+            {
+                "host": host,
+                "hostname": hostname,
+                "label": label,
+                "gates": {
+                    name: {
+                        "status": evidence.gate.status,
+                        "stale": evidence.stale,
+                        "run": evidence.record.run,
+                    }
+                    for name, evidence in gates.items()
+                },
+            }
+            for label, (host, hostname, gates) in columns.items()
+        ]
+        _print_json(evidence if live is None else {**live, "evidence": evidence})
         return
-    rows = status_rows(phases, [gates for _, _, gates in columns.values()])
-    _print_table(("phase", "gate", *columns), rows)
+    if live is not None:
+        _print_live(live)
+    if columns:
+        rows = status_rows(phases, [gates for _, _, gates in columns.values()])
+        _print_table(("phase", "gate", *columns), rows)
+
+
+def _live_status(host_name: str) -> dict[str, Any]:
+    """What is live on a host, as its promotion log, its manager and its lock say."""
+    host = _host(host_name)
+    with _live_service(host) as live:
+        found = live.releases.promotions()
+        shown = ("name", "release", "phase", "by", "at")
+        now, before = (
+            None if entry is None else {name: entry.get(name) for name in shown}
+            for entry in (found["live"], found["previous"])
+        )
+        record = live.releases.tokens()
+        return {
+            "host": host.name,
+            "service": dataclasses.asdict(live.manager.status()),
+            "live": now,
+            "previous": before,
+            "lock": live.releases.lock_holder(),
+            "tokens": record and {name: record[name] for name in ("at", "by", "server")},
+            "audit": live.releases.audited(5),
+        }
+
+
+def _print_live(found: dict[str, Any]) -> None:
+    def when(at: float) -> str:
+        return f"{datetime.datetime.fromtimestamp(at, datetime.UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+    service, live, lock = found["service"], found["live"], found["lock"]
+    pid = f", process {service['pid']}" if service["pid"] else ""
+    rows = [
+        ("service", f"{service['state']}{pid}"),
+        ("live", f"{live['name']}, by {live['by']}, {when(live['at'])}" if live else "nothing"),
+        ("before", found["previous"]["name"] if found["previous"] else "nothing"),
+        ("lock", f"{lock['owner']}, {when(lock['at'])}: {lock['command']}" if lock else "free"),
+        ("tokens", when(found["tokens"]["at"]) if found["tokens"] else "not recorded (kd record)"),
+    ]
+    rows += [
+        (
+            "done",
+            f"{when(one['at'])} {one['by']}: {one['did']}, {one['result']}; {one.get('text', '')}",
+        )
+        for one in found["audit"]
+    ]
+    _print_table((f"{found['host']}", ""), rows)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -982,21 +1076,34 @@ def hosts_group() -> None:
 @hosts_group.command("list")
 @_json_option
 def hosts_list(as_json: bool) -> None:
-    """Every host of remote/hosts.yaml."""
+    """Every host of remote/hosts.yaml, with the groups that it is in."""
     from remote.inventory import load_inventory
 
-    hosts = load_inventory(_checkout().hosts_file).hosts
+    inventory = load_inventory(_checkout().hosts_file)
+    hosts = inventory.hosts
+    groups = {
+        name: [group for group, members in inventory.groups.items() if name in members]
+        for name in hosts
+    }
     if as_json:
-        _print_json({name: host.model_dump(mode="json") for name, host in hosts.items()})
+        _print_json(
+            {
+                name: host.model_dump(mode="json") | {"groups": groups[name]}
+                for name, host in hosts.items()
+            }
+        )
         return
     _print_table(
-        ("host", "kind", "address"),
-        [(name, str(host.kind), str(getattr(host, "address", ""))) for name, host in hosts.items()],
+        ("host", "kind", "address", "groups"),
+        [
+            (name, str(host.kind), str(getattr(host, "address", "")), ", ".join(groups[name]))
+            for name, host in hosts.items()
+        ],
     )
 
 
 @cli.command("deploy", epilog=DEPLOY_EPILOG)
-@_host_option
+@_hosts_option
 @click.option("--dry-run", is_flag=True, help="Say what would change there, and write nothing.")
 @click.option(
     "--phase",
@@ -1016,7 +1123,7 @@ def hosts_list(as_json: bool) -> None:
 @click.pass_context
 def deploy(
     ctx: click.Context,
-    host_name: str,
+    host_names: str,
     dry_run: bool,
     wanted: str | None,
     no_validate: bool,
@@ -1024,12 +1131,14 @@ def deploy(
     build_on_host: bool,
     as_json: bool,
 ) -> None:
-    """Send this checkout and its kernels to a host, as a release there, and run the gates on it.
+    """Send this checkout and its kernels to hosts, as a release there, and run the gates on it.
+
+    One host after the other; where one fails, those after it are left alone.
 
     What git knows is sent, as it is in the working tree, and the engine's wheel with the library
     that `kd build` made. What arrived is held against hashes, and imported by the host's Python,
     before it is a release. Gates that passed there with the same code are not run again. The live
-    service is not touched; promotion is not written yet.
+    service is not touched.
     """
     from phases.promotable import lacking
     from phases.runner import signals_interrupt
@@ -1037,45 +1146,47 @@ def deploy(
     from remote.deploy import Deployment, deploy_bundle, preview_bundle
 
     checkout = _checkout()
-    host = _host(host_name)
     deployment = Deployment(checkout.root, checkout.revision(), checkout.state / "tools")
     phase = _phase_to_validate(wanted)
-    with contextlib.closing(connect(host)) as transport:
-        if dry_run:
-            found = (
-                deployment.preview(transport, host)
-                if bundle is None
-                else preview_bundle(bundle, transport, host)
-            )
-            if as_json:
-                _print_json(found)
-                return
-            for what in ("new", "changed", "removed"):
-                for name in found[what]:
-                    click.echo(f"{what:<8} {name.removeprefix('source/')}")
-            counts = ", ".join(
-                f"{len(found[what])} {what}" for what in ("new", "changed", "removed")
-            )
-            click.echo(f"{counts}, against {found['base'] or 'nothing'}", err=True)
-            return
-        with signals_interrupt():
-            send = deployment.run if bundle is None else functools.partial(deploy_bundle, bundle)
-            placed = send(
-                transport,
-                host,
-                with_tools=not no_validate,
-                build_there=build_on_host,
-                note=_say_on_stderr,
-            )
-            click.echo(f"placed below {host.root}, and not promoted", err=True)
-            if not as_json:
-                click.echo(placed["release"])
-            states = [] if no_validate else _validate(transport, host, placed["release"], phase)
-            for line in lacking(states):
-                click.echo(line, err=True)
-    if as_json:
-        _print_json(placed | {"phase": None if no_validate else phase.package, "gates": states})
-    ctx.exit(_judge(states))
+    send = deployment.run if bundle is None else functools.partial(deploy_bundle, bundle)
+
+    def one(host: Any) -> tuple[dict[str, Any], int]:
+        with contextlib.closing(connect(host)) as transport:
+            if dry_run:
+                found = (
+                    deployment.preview(transport, host)
+                    if bundle is None
+                    else preview_bundle(bundle, transport, host)
+                )
+                if not as_json:
+                    _print_preview(found)
+                return found, ExitCode.PASSED
+            with signals_interrupt():
+                placed = send(
+                    transport,
+                    host,
+                    with_tools=not no_validate,
+                    build_there=build_on_host,
+                    note=_note,
+                )
+                click.echo(f"placed below {host.root}, and not promoted", err=True)
+                if not as_json:
+                    click.echo(placed["release"])
+                states = [] if no_validate else _validate(transport, host, placed["release"], phase)
+        for line in lacking(states):
+            click.echo(line, err=True)
+        validated = {"phase": None if no_validate else phase.package, "gates": states}
+        return placed | validated, _judge(states)
+
+    ctx.exit(_on_each(_hosts(host_names), one, as_json))
+
+
+def _print_preview(found: dict[str, Any]) -> None:
+    for what in ("new", "changed", "removed"):
+        for name in found[what]:
+            click.echo(f"{what:<8} {name.removeprefix('source/')}")
+    counts = ", ".join(f"{len(found[what])} {what}" for what in ("new", "changed", "removed"))
+    click.echo(f"{counts}, against {found['base'] or 'nothing'}", err=True)
 
 
 @cli.command("bundle", epilog=BUNDLE_EPILOG)
@@ -1113,7 +1224,7 @@ def bundle(host_name: str, version: str | None, output: pathlib.Path | None) -> 
     name = f"kd-{(commit or 'unknown')[:7]}{'-changed' if changed else ''}.tar"
     target = output or pathlib.Path(name)
     deployment = Deployment(checkout.root, (commit, changed), checkout.state / "tools")
-    deployment.bundle(target, python, note=_say_on_stderr)
+    deployment.bundle(target, python, note=_note)
     click.echo(target)
 
 
@@ -1172,7 +1283,7 @@ def _validate(transport: Any, host: Any, release: str, phase: Phase) -> list[dic
     from remote.validation import Validation
 
     click.echo(f"runs the gates of phases 0..{phase.number} on {host.name}", err=True)
-    states = Validation(transport, host).run(release, phase.number, _say_on_stderr)
+    states = Validation(transport, host).run(release, phase.number, _note)
     proven = sum(one["state"] == "proven" for one in states)
     click.echo(f"{proven} of {len(states)} gates are proven there", err=True)
     return states
@@ -1182,10 +1293,6 @@ def _judge(states: Sequence[Any]) -> int:
     from phases.promotable import exit_code_of
 
     return exit_code_of(states)
-
-
-def _say_on_stderr(text: str) -> None:
-    click.echo(text, err=True)
 
 
 @cli.command("releases")
@@ -1217,6 +1324,279 @@ def releases(host_name: str, as_json: bool) -> None:
     )
 
 
+@cli.command("record", epilog=PROMOTE_EPILOG)
+@_hosts_option
+@_json_option
+@click.pass_context
+def record_tokens(ctx: click.Context, host_names: str, as_json: bool) -> None:
+    """Write down what a host's model says, for every promotion to be held against.
+
+    SGLang is started there as the inventory says, without kd's engine and without speculation, and
+    asked for greedy tokens. What is live stops meanwhile, and is live again afterwards.
+    """
+    from phases.recorded import draw_prompts, expected, without_speculation
+
+    def one(host: Any) -> tuple[dict[str, Any], int]:
+        with _live_service(host) as live:
+            before = live.releases.tokens()
+            if before is not None:
+                live.checks_of_live = expected(before).checks
+            model = live.model()
+            prompts = draw_prompts(
+                vocabulary=model["vocabulary"],
+                positions=model["positions"],
+                count=host.health.prompts,
+                new_tokens=host.health.new_tokens,
+            )
+            outcome = live.record(
+                without_speculation(host.service.command_line()),
+                prompts,
+                command=f"kd record --host {host.name}",
+                note=_note,
+            )
+        return _changed(outcome, host.name, as_json)
+
+    ctx.exit(_on_each(_hosts(host_names), one, as_json))
+
+
+@cli.command("promote", epilog=PROMOTE_EPILOG)
+@click.argument("wanted", metavar="N|stock", shell_complete=_completing(_promotable_names))
+@_hosts_option
+@click.option("--release", metavar="ID", help="Which release. Default: the newest that is not bad.")
+@click.option(
+    "--force",
+    metavar="REASON",
+    help="Promote without the evidence that lacks, and say why; never without token-exactness.",
+)
+@_json_option
+@click.pass_context
+def promote(
+    ctx: click.Context,
+    wanted: str,
+    host_names: str,
+    release: str | None,
+    force: str | None,
+    as_json: bool,
+) -> None:
+    """Make phase N's profile the live service of a host, if its gates have passed there.
+
+    The service is stopped, started with the release, waited for, and must give the tokens that `kd
+    record` wrote down, for as long as the inventory says. If it does not, what was live before is
+    started again and checked in the same way. The host does this by itself: a connection that
+    breaks changes nothing. Ctrl-C puts back what was live. `stock` is SGLang without kd's engine.
+    """
+    if wanted == "stock" and release is not None:
+        raise ConfigError("stock SGLang is no release", remedy="leave --release out")
+
+    def one(host: Any) -> tuple[dict[str, Any], int]:
+        from remote.promotion import Target
+
+        with _live_service(host) as live:
+            if wanted == "stock":
+                target, forced = Target(None, None, (), {}), None
+            else:
+                target, forced = _proven_target(live, host, wanted, release, force)
+            now = live.releases.promotions()["live"]
+            if now is not None and (now["release"], now["phase"]) == (target.release, target.phase):
+                click.echo(f"{target.name} is live already (kd restart starts it anew)", err=True)
+                text = f"{target.name} is live already"
+                return {"result": "promoted", "text": text, "job": None}, ExitCode.PASSED
+            outcome = live.promote(
+                target,
+                _checks(live),
+                command=f"kd promote {wanted} --host {host.name}",
+                note=_note,
+                forced=forced,
+            )
+        return _changed(outcome, host.name, as_json)
+
+    ctx.exit(_on_each(_hosts(host_names), one, as_json))
+
+
+def _proven_target(
+    live: Any, host: Any, wanted: str, release: str | None, force: str | None
+) -> tuple[Any, dict[str, Any] | None]:
+    """What is to be live of a release whose gates have passed there; what was forced, and why.
+
+    Raises ConfigError where a gate is not proven and nobody, or nobody rightly, says why not.
+    """
+    from phases.promotable import lacking, refused_even_if_forced
+    from phases.registry import find_phase
+    from phases.serve import require_profile
+    from remote.promotion import Target
+    from remote.validation import Validation
+
+    phase = find_phase(_phases(), wanted)
+    require_profile(phase)
+    chosen = _release_of(live.releases, release)
+    target = Target(chosen, phase.number, phase.profile.arguments, phase.profile.environment)
+    states = Validation(live.transport, host).states(chosen, phase.number)
+    lacks, never = lacking(states), refused_even_if_forced(states)
+    if not lacks:
+        return target, None
+    if force is not None and force.strip() and not never:
+        return target, {"reason": force, "lacks": lacks}
+    for line in lacks:
+        click.echo(f"kd: {line}", err=True)
+    why = f"{len(lacks)} gates are not proven"
+    if never:
+        why += f", {len(never)} of them of token-exactness, which nothing can force"
+    raise ConfigError(
+        f"host {host.name}: phase {phase.number} cannot be promoted with {chosen}: {why}",
+        remedy=f"kd validate {phase.number} --host {host.name} --release {chosen}"
+        + ("" if never else ", or --force REASON"),
+    )
+
+
+@cli.command("rollback", epilog=PROMOTE_EPILOG)
+@_hosts_option
+@click.option("--to", "release", metavar="ID", help="The release. Default: what was live before.")
+@_json_option
+@click.pass_context
+def rollback(ctx: click.Context, host_names: str, release: str | None, as_json: bool) -> None:
+    """Make live again what was live before, just as it was started then.
+
+    It is held against the recorded tokens, as a promotion is. A second rollback goes further back.
+    """
+
+    def one(host: Any) -> tuple[dict[str, Any], int]:
+        with _live_service(host) as live:
+            found = live.releases.promotions()
+            if release is None:
+                entry = found["previous"]
+            else:
+                named = [one for one in found["entries"] if one["release"] == release]
+                entry = named[-1] if named else None
+            remedy = f"kd releases --host {host.name}"
+            if found["live"] is None or entry is None:
+                what = f"release {release} was never live" if release else "nothing was live before"
+                raise ConfigError(f"host {host.name}: {what}", remedy=remedy)
+            there = {one["release"] for one in live.releases.known()["releases"]}
+            if entry["release"] is not None and entry["release"] not in there:
+                raise ConfigError(
+                    f"host {host.name}: release {entry['release']} is not there any more",
+                    remedy=remedy,
+                )
+            command = f"kd rollback --host {host.name}" + (f" --to {release}" if release else "")
+            outcome = live.again("rollback", entry, _checks(live), command=command, note=_note)
+        return _changed(outcome, host.name, as_json)
+
+    ctx.exit(_on_each(_hosts(host_names), one, as_json))
+
+
+@cli.command("restart", epilog=PROMOTE_EPILOG)
+@_hosts_option
+@_json_option
+@click.pass_context
+def restart(ctx: click.Context, host_names: str, as_json: bool) -> None:
+    """Stop what is live on a host and start it again; its tokens are checked."""
+
+    def one(host: Any) -> tuple[dict[str, Any], int]:
+        with _live_service(host) as live:
+            entry = live.releases.promotions()["live"]
+            if entry is None:
+                raise ConfigError(f"host {host.name}: nothing is live", remedy="kd promote")
+            command = f"kd restart --host {host.name}"
+            outcome = live.again("restart", entry, _checks(live), command=command, note=_note)
+        return _changed(outcome, host.name, as_json)
+
+    ctx.exit(_on_each(_hosts(host_names), one, as_json))
+
+
+@cli.command("logs")
+@_host_option
+@click.option("-f", "--follow", is_flag=True, help="Go on as the service prints, until Ctrl-C.")
+@click.option("-n", "--lines", type=click.IntRange(0, 10_000), default=50, show_default=True)
+@_json_option
+def logs(host_name: str, follow: bool, lines: int, as_json: bool) -> None:
+    """What the live service of a host has printed. --json: one object a look, with its text."""
+    host = _host(host_name)
+    with _live_service(host) as live:
+        found = live.releases.look_at_log(None, lines)
+        while True:
+            if as_json:
+                click.echo(json.dumps({"host": host.name, **found}))
+            else:
+                click.echo(found["text"], nl=False)
+            sys.stdout.flush()
+            if not follow:
+                return
+            offset = found["offset"]
+            while not found["text"] or found["offset"] == offset:
+                time.sleep(_LOOK_S)
+                found = live.releases.look_at_log(offset)
+                if found["text"]:
+                    break
+
+
+def _note(text: str) -> None:
+    click.echo(text, err=True)
+
+
+@contextlib.contextmanager
+def _live_service(host: Any) -> Iterator[Any]:
+    """The live service of a host, connected inside the `with` block; SIGTERM is Ctrl-C there."""
+    from phases.runner import signals_interrupt
+    from phases.service import server_python
+    from remote.connection import connect
+    from remote.deploy import releases_of
+    from remote.promotion import LiveService
+
+    with contextlib.closing(connect(host)) as transport, signals_interrupt():
+        yield LiveService(
+            transport,
+            releases_of(transport, host),
+            host,
+            python=host.python or server_python(),
+            manager_python=host.python or sys.executable,
+        )
+
+
+def _checks(live: Any) -> list[dict[str, Any]]:
+    """What a service must say, of the model that is there now."""
+    from phases.recorded import expected
+
+    record = live.releases.tokens()
+    if record is None:
+        raise ConfigError(
+            "no tokens are recorded that a service could be held against", remedy="kd record"
+        )
+    found = expected(record)
+    model = live.model()
+    if any(record["model"].get(name) != model[name] for name in ("path", "config", "files")):
+        raise ConfigError(
+            f"the recorded tokens are of another model than {model['path']} is now",
+            remedy="kd record",
+        )
+    return found.checks
+
+
+def _release_of(releases: Any, wanted: str | None) -> str:
+    """The release called so; the newest that is not bad where none is named."""
+    known = releases.known()["releases"]
+    names = [one["release"] for one in known]
+    if wanted is not None:
+        if wanted not in names:
+            raise UnknownName("release", wanted, names)
+        return wanted
+    good = [one["release"] for one in known if not one["bad"]]
+    if not good:
+        raise ConfigError("there is no release that is not bad", remedy="kd deploy")
+    newest: str = good[-1]
+    return newest
+
+
+def _changed(outcome: Any, host_name: str, as_json: bool) -> tuple[dict[str, Any], int]:
+    """Tell how a change of the live service ended."""
+    if not as_json:
+        click.echo(f"{host_name}: {outcome.text}", err=not outcome.done)
+    if outcome.done:
+        code = ExitCode.PASSED
+    else:
+        code = ExitCode.DOWN if outcome.result == "down" else ExitCode.FAILED
+    return {"result": outcome.result, "text": outcome.text, "job": outcome.job}, code
+
+
 @cli.command("unlock")
 @_host_option
 @click.option("--owner", metavar="NAME", help="Whose lock it must be; what is typed on a terminal.")
@@ -1224,7 +1604,8 @@ def releases(host_name: str, as_json: bool) -> None:
 def unlock(host_name: str, owner: str | None, as_json: bool) -> None:
     """Show who has a host's lock, and break it once their name has been typed.
 
-    A deployment that was killed leaves its lock behind. One that is still running loses it.
+    A deployment that was killed leaves its lock behind. One that is still running loses it. The
+    owner of a lock file that cannot be read is `damaged`.
     """
     from remote.connection import connect
     from remote.deploy import releases_of
@@ -1240,11 +1621,12 @@ def unlock(host_name: str, owner: str | None, as_json: bool) -> None:
                 click.echo(f"nobody has the lock of {host.name}")
             return
         since = datetime.datetime.fromtimestamp(holder["at"], datetime.UTC)
-        click.echo(
-            f"{holder['owner']} has had the lock of {host.name} since "
-            f"{since:%Y-%m-%d %H:%M:%S} UTC: {holder['command']}",
-            err=True,
-        )
+        when = f"since {since:%Y-%m-%d %H:%M:%S} UTC"
+        if holder["owner"] == "damaged":
+            said = f"the lock of {host.name} is damaged {when}, and says no owner: type `damaged`"
+        else:
+            said = f"{holder['owner']} has had the lock of {host.name} {when}: {holder['command']}"
+        click.echo(said, err=True)
         if owner is None and sys.stdin.isatty():
             owner = click.prompt("break it? type the owner's name", default="", err=True)
         broken = owner == holder["owner"]
@@ -1260,7 +1642,9 @@ def unlock(host_name: str, owner: str | None, as_json: bool) -> None:
 
 @hosts_group.command("check")
 @_json_option
-@click.argument("names", nargs=-1, metavar="[NAME...]", shell_complete=_completing(_host_names))
+@click.argument(
+    "names", nargs=-1, metavar="[NAME...]", shell_complete=_completing(_host_and_group_names)
+)
 @click.pass_context
 def hosts_check(ctx: click.Context, as_json: bool, names: tuple[str, ...]) -> None:
     """Whether hosts can be reached, and have their Python and rsync. Default: every host.
@@ -1270,7 +1654,8 @@ def hosts_check(ctx: click.Context, as_json: bool, names: tuple[str, ...]) -> No
     from remote.inventory import load_inventory
 
     inventory = load_inventory(_checkout().hosts_file)
-    found = {name: _checked(inventory.host(name)) for name in names or inventory.hosts}
+    hosts = inventory.named(",".join(names)) if names else inventory.hosts.values()
+    found = {host.name: _checked(host) for host in hosts}
     if as_json:
         _print_json(found)
     else:
@@ -1348,6 +1733,49 @@ def _host(name: str) -> Any:
     from remote.inventory import load_inventory
 
     return load_inventory(_checkout().hosts_file).host(name)
+
+
+def _hosts(text: str) -> list[Any]:
+    """The hosts that `--host a,b` or a group's name stand for."""
+    from remote.inventory import load_inventory
+
+    return load_inventory(_checkout().hosts_file).named(text)
+
+
+def _on_each(hosts: list[Any], do: Callable[[Any], tuple[Any, int]], as_json: bool) -> ExitCode:
+    """Do one host after the other, until one fails; which comes next is said on stderr.
+
+    do: the answer of one host, and how it ended. What is blocked is no failure.
+    With as_json the answer is printed: of several hosts by their names, those alone that were done.
+    """
+    answers: dict[str, Any] = {}
+    worst = ExitCode.PASSED
+
+    def stopped() -> None:
+        if len(hosts) > 1:
+            rest = ", ".join(other.name for other in hosts[number:])
+            click.echo(f"stopped at host {host.name}; not reached: {rest or 'none'}", err=True)
+            if as_json:
+                _print_json(answers)
+
+    for number, host in enumerate(hosts, 1):
+        if len(hosts) > 1:
+            click.echo(f"host {host.name} ({number} of {len(hosts)})", err=True)
+        try:
+            answers[host.name], code = do(host)
+        except BaseException:  # an interrupt too
+            stopped()
+            raise
+        if code not in (ExitCode.PASSED, ExitCode.BLOCKED):
+            if len(hosts) > 1:
+                stopped()
+            elif as_json:
+                _print_json(answers[host.name])
+            return ExitCode(code)
+        worst = max(worst, ExitCode(code))
+    if as_json:
+        _print_json(answers if len(hosts) > 1 else answers[hosts[0].name])
+    return worst
 
 
 def _this_machine() -> Machine:

@@ -14,4 +14,5 @@ class ExitCode(enum.IntEnum):
     FAILED = 1
     USAGE = 2
     BLOCKED = 3
+    DOWN = 4
     INTERRUPTED = 130

@@ -10,7 +10,7 @@ from kdtree_engine.errors import ConfigError, MissingError
 from kdtree_engine.sglang_ext.settings import read_settings
 from phases.phase import Phase
 
-__all__ = ["ServeLine", "require_sglang", "serve_line"]
+__all__ = ["ServeLine", "require_profile", "require_sglang", "serve_line"]
 
 _MODEL = ("--model-path", "--model")
 
@@ -33,6 +33,19 @@ def serve_line(
 
     Raises ConfigError for a phase that gives a service nothing, and where no model is named.
     """
+    require_profile(phase)
+    profile = phase.profile
+    arguments = (*host_arguments, *profile.arguments, *extra)
+    if not any(argument.partition("=")[0] in _MODEL for argument in arguments):
+        raise ConfigError(
+            "no model is named, neither by the host's service nor after --",
+            remedy=f"kd serve --phase {phase.number} -- --model-path FOLDER",
+        )
+    return ServeLine((python, "-m", "sglang.launch_server", *arguments), dict(profile.environment))
+
+
+def require_profile(phase: Phase) -> None:
+    """Raises ConfigError for a phase that gives a service nothing, or is not written yet."""
     profile = phase.profile
     if not profile.arguments:
         raise ConfigError(
@@ -46,13 +59,6 @@ def serve_line(
             f"phase {phase.number} ({phase.name}) is not written yet: {error.problem}",
             remedy="phases 3 to 5 can be served",
         ) from error
-    arguments = (*host_arguments, *profile.arguments, *extra)
-    if not any(argument.partition("=")[0] in _MODEL for argument in arguments):
-        raise ConfigError(
-            "no model is named, neither by the host's service nor after --",
-            remedy=f"kd serve --phase {phase.number} -- --model-path FOLDER",
-        )
-    return ServeLine((python, "-m", "sglang.launch_server", *arguments), dict(profile.environment))
 
 
 def require_sglang(python: str) -> None:

@@ -49,14 +49,11 @@ class Turn:
     """A server that has answered and still runs.
 
     note: tells its progress, and raises where another server has failed: so call it often.
-    asked_of: what another one answered, once its own turn is over. To be asked for those alone that
-        stand before this one among the chosen; for another it would wait for ever.
     """
 
     variant: Variant
     service: Service
     note: Callable[[str], None]
-    asked_of: Callable[[Variant], Asked]
 
 
 def ask_servers(
@@ -108,7 +105,7 @@ def ask_servers(
             )
             asked = Asked(variant, answers, plain_text(log))
             if then is not None:
-                then(Turn(variant, service, note, lambda other: together.done[other].result()))
+                then(Turn(variant, service, note))
             together.done[variant].set_result(asked)
         _log_is_well(variant, log)
         return dataclasses.replace(asked, whole=plain_text(log))

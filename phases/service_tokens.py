@@ -29,12 +29,12 @@ __all__ = [
     "Difference",
     "Key",
     "ask_all",
-    "bound_at",
     "compare",
     "compare_answer",
     "demand",
     "draw_prompts",
     "figures_of",
+    "moved",
     "rounding",
     "tie_bound",
     "tie_bounds",
@@ -110,6 +110,14 @@ class Comparison:
         """Tokens that a verification gave on average; 0 without speculation."""
         return self.produced / self.verified if self.verified else 0.0
 
+    def judged_by(self, bound: float) -> Comparison:
+        """The same, with another bound for what is a near-tie."""
+        differences = (
+            dataclasses.replace(one, near_tie=one.gap is not None and one.gap <= bound)
+            for one in self.differences
+        )
+        return dataclasses.replace(self, differences=tuple(differences))
+
     @property
     def near_ties(self) -> int:
         """Answers that part from the reference's by a near-tie."""
@@ -164,21 +172,31 @@ def ask_all(
 
 
 def rounding(reference: Mapping[Key, Answer]) -> dict[int, float]:
-    """The largest change of a gap between the two likeliest tokens from batch to batch, by length.
-
-    Of the same prompt after the same tokens, so that nothing but rounding changes it.
-    """
+    """How much one server moves its own tokens from batch to batch, by prompt length."""
     largest = dict.fromkeys((key.length for key in sorted(reference)), 0.0)
     first: dict[tuple[int, int], Answer] = {}
     for key, answer in sorted(reference.items()):
         other = first.setdefault((key.length, key.number), answer)
-        steps = zip(other.tokens, answer.tokens, other.likely, answer.likely, strict=False)
-        for one, two, these, those in steps:
-            if [token for _, token in these[:2]] == [token for _, token in those[:2]]:
-                change = abs(_gap(these) - _gap(those))
-                largest[key.length] = max(largest[key.length], change)
-            if one != two:
-                break
+        largest[key.length] = max(largest[key.length], moved(other, answer))
+    return largest
+
+
+def moved(one: Answer, other: Answer) -> float:
+    """The largest change of a gap between the two likeliest tokens of `one`, in log probability.
+
+    Of the same prompt after the same tokens, so that nothing but rounding changes it. Where it
+    changed so much that the tokens part, that counts too: those are the largest changes.
+    """
+    largest = 0.0
+    steps = zip(one.tokens, other.tokens, one.likely, other.likely, strict=False)
+    for mine, theirs, these, those in steps:
+        there = {token: chance for chance, token in those}
+        two = [(chance, there[token]) for chance, token in these[:2] if token in there]
+        if len(two) == 2:
+            (first, first_there), (second, second_there) = two
+            largest = max(largest, abs((first - second) - (first_there - second_there)))
+        if mine != theirs:
+            break
     return largest
 
 
@@ -200,11 +218,6 @@ def tie_bound(noise: float, dtype: torch.dtype) -> float:
 def tie_bounds(noise: Mapping[int, float], dtype: torch.dtype) -> dict[int, float]:
     """`tie_bound` for each prompt length."""
     return {length: tie_bound(one, dtype) for length, one in noise.items()}
-
-
-def bound_at(bounds: Mapping[int, float], length: int) -> float:
-    """The bound for a prompt of any length: that of the next longer one that was measured."""
-    return bounds[min((one for one in bounds if one >= length), default=max(bounds))]
 
 
 def compare(
@@ -324,7 +337,3 @@ def figures_of(comparisons: Sequence[Comparison], bounds: Mapping[int, float]) -
         for one in every[:_SHOWN]
     ]
     return figures
-
-
-def _gap(likely: Sequence[tuple[float, int]]) -> float:
-    return likely[0][0] - likely[1][0] if len(likely) > 1 else 0.0

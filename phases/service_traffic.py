@@ -15,11 +15,11 @@ import random
 import threading
 import time
 import urllib.error
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from phases.gate import FailureKind, Figure, GateFailure
 from phases.service import Answer, Service, ServiceFailed, Tokens, plain_text
-from phases.service_tokens import Comparison, Difference, bound_at, compare_answer
+from phases.service_tokens import LIKELY, Comparison, Difference, compare_answer, moved
 
 __all__ = [
     "Traffic",
@@ -28,6 +28,7 @@ __all__ = [
     "mixed_prompts",
     "room_for_aborted",
     "run_traffic",
+    "traffic_rounding",
 ]
 
 _WORKERS = 8
@@ -74,7 +75,7 @@ def run_traffic(
     reference: Sequence[Answer],
     *,
     seconds: float,
-    bounds: Mapping[int, float],
+    bound: float,
     seed: int,
     nodes: int,
     workers: int = _WORKERS,
@@ -84,7 +85,7 @@ def run_traffic(
 
     reference: an answer to each prompt, with its likely tokens, `room_for_aborted` longer than the
         longest that is asked for. nodes: of the server's trees.
-    bounds: as in `service_tokens.compare`; a prompt between two lengths takes the longer one's.
+    bound: what is a near-tie, as in `service_tokens.compare_answer`.
     Raises GateFailure for a leak, ServiceFailed for a request that failed, an abort among them.
     """
     begun = time.monotonic()
@@ -102,7 +103,6 @@ def run_traffic(
             most = wanted + beyond if ended_early else wanted
             expected = dataclasses.replace(whole, tokens=whole.tokens[:most])
             where = f"traffic, prompt {number}"
-            bound = bound_at(bounds, len(prompts[number]))
             same, difference = compare_answer(where, got, expected, bound, partial=ended_early)
             with lock:
                 counts["answers"] += 1
@@ -166,6 +166,45 @@ def run_traffic(
             differences=tuple(differences),
         ),
     )
+
+
+def traffic_rounding(
+    service: Service,
+    prompts: Sequence[Tokens],
+    reference: Sequence[Answer],
+    *,
+    seconds: float,
+    seed: int,
+    workers: int = _WORKERS,
+    note: Callable[[str], None] = lambda text: None,
+) -> float:
+    """How much a server moves its own tokens in such traffic, as `service_tokens.moved` has it.
+
+    Requests run together as they come, and begin with whatever is cached: a few batches of chosen
+    sizes show less than half a million tokens do. reference: what it said of each prompt itself.
+    """
+    deadline = time.monotonic() + seconds
+    longest = len(reference[0].tokens)
+    answered = 0
+    lock = threading.Lock()
+
+    def call(worker: int) -> float:
+        nonlocal answered
+        draw = random.Random(f"rounding {seed} {worker}")
+        largest = 0.0
+        while time.monotonic() < deadline:
+            numbers = [draw.randrange(len(prompts)) for _ in range(draw.choice((1, 1, 2, 4)))]
+            asked = [prompts[number] for number in numbers]
+            answers = service.answers(asked, draw.randint(1, longest), likely=LIKELY)
+            for number, answer in zip(numbers, answers, strict=True):
+                largest = max(largest, moved(reference[number], answer))
+            with lock:
+                answered += len(numbers)
+                note(f"{answered} answers to traffic of its own")
+        return largest
+
+    with concurrent.futures.ThreadPoolExecutor(max_workers=workers) as pool:
+        return max(pool.map(call, range(workers)))
 
 
 def demand_traffic(traffic: Traffic, figures: Sequence[Figure] = ()) -> None:

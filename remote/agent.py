@@ -9,11 +9,12 @@ one line of JSON, `{"done": ...}` or `{"error": TEXT}`. So no name from here eve
                      site          the wheel unpacked: what goes before SGLang on PYTHONPATH
                      tools         what gates import and the host's Python lacks
                      manifest.json SHA-256 and mode of each file that was sent
-                     release.json  what it is: revision, when, by whom
+                     release.json  what it is: revision, which number it has here, when, by whom
     ROOT/incoming                  what is being sent; it stays where a transfer breaks off
     ROOT/current                   a symbolic link to releases/ID
     ROOT/promotions.jsonl          each promotion, in order: the one truth about what came before
     ROOT/lock.json                 who changes something right now
+    ROOT/.lock.guard               held for the moment in which lock.json is looked at and changed
     ROOT/service                   what starts the service, and its log
     ROOT/jobs/NAME                 what runs here for long: its log, and how it ended
     ROOT/state                     evidence of gates that ran here, of all releases
@@ -26,12 +27,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import pathlib
 import pwd
 import re
+import shlex
 import shutil
 import signal
 import stat
@@ -39,6 +42,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Iterator
 from typing import Any
 
 _ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,99}")
@@ -204,7 +208,8 @@ def place_release(
     about = {
         **about,
         "release": release,
-        "placed": time.time(),
+        "sequence": 1 + max((_order(one)[0] for one in _whole(place)), default=0),
+        "placed": time.time(),  # to be shown: a clock may be set back
         "files": len(manifest),
         "tools": tools,
     }
@@ -237,22 +242,18 @@ def releases(root: str) -> dict[str, Any]:
     place = _root(root)
     current = _current(place)
     promoted = [entry["release"] for entry in _log(place) if entry.get("result") == "promoted"]
-    found = []
-    for folder in (place / "releases").glob("[!.]*"):
-        about = _json(folder / "release.json")
-        if about is None:
-            continue
-        found.append(
-            {
-                **about,
-                "current": folder.name == current,
-                "promoted": folder.name in promoted,
-                "bad": (folder / "bad.json").is_file(),
-            }
-        )
-    found.sort(key=lambda about: (about["placed"], about["release"]))
+    found = [
+        {
+            **about,
+            "current": about["release"] == current,
+            "promoted": about["release"] in promoted,
+            "bad": (place / "releases" / about["release"] / "bad.json").is_file(),
+        }
+        for about in _whole(place)
+    ]
     good = {one["release"] for one in found if not one["bad"]}
-    previous = next((name for name in reversed(promoted) if name != current and name in good), None)
+    before = [entry["release"] for entry in reversed(history(_log(place)))]
+    previous = next((name for name in before if name != current and name in good), None)
     return {"current": current, "previous": previous, "releases": found}
 
 
@@ -262,6 +263,44 @@ def promoted(root: str, entry: dict[str, Any]) -> dict[str, Any]:
     entry = {**entry, "at": time.time()}
     _append(place / "promotions.jsonl", entry)
     return entry
+
+
+def promotions(root: str) -> dict[str, Any]:
+    """What is live, what came before it, and every promotion, oldest first.
+
+    live: the entry that was promoted last; None where nothing was. previous: what a rollback makes
+    live; None where nothing came before.
+    """
+    entries = _log(_root(root))
+    stack = history(entries)
+    return {
+        "live": stack[-1] if stack else None,
+        "previous": stack[-2] if len(stack) > 1 else None,
+        "entries": entries,
+    }
+
+
+def history(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is live, after what it came, and so on: the last one is live.
+
+    A rollback takes away what came after the one that it went back to. So a second rollback goes
+    further back, and never to what was left by the first.
+    """
+
+    def what(entry: dict[str, Any]) -> tuple[Any, Any]:
+        return entry["release"], entry.get("phase")
+
+    stack: list[dict[str, Any]] = []
+    for entry in entries:
+        if entry.get("result") != "promoted":
+            continue
+        known = [what(one) for one in stack]
+        if entry.get("back") and what(entry) in known:
+            del stack[len(known) - 1 - known[::-1].index(what(entry)) :]
+        elif known and known[-1] == what(entry):
+            stack.pop()
+        stack.append(entry)
+    return stack
 
 
 def mark_bad(root: str, release: str, why: str) -> dict[str, Any]:
@@ -291,13 +330,11 @@ def prune(root: str, keep: int) -> dict[str, list[str]]:
         if name in good and name not in last:
             last.append(name)
     kept = {*last[:keep], known["current"], known["previous"]}
-    youngest = max(
-        (one["placed"] for one in known["releases"] if one["release"] in order), default=0.0
-    )
+    names = [one["release"] for one in known["releases"]]
+    youngest = max((names.index(name) for name in order if name in names), default=-1)
     removed = []
-    for one in known["releases"]:
-        name = one["release"]
-        if name in kept or (name not in order and one["placed"] > youngest):
+    for number, name in enumerate(names):
+        if name in kept or (name not in order and number > youngest):
             continue
         # Out of sight first: a release that is half removed must not look like a whole one.
         gone = place / "releases" / f".removed.{name}"
@@ -318,50 +355,55 @@ def lock(root: str, owner: str, command: str, token: str) -> dict[str, Any]:
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     mine = {"owner": owner, "command": command, "token": _digest(token), "at": time.time()}
     new = place / f".lock.{os.getpid()}"
-    _write(new, json.dumps(mine) + "\n")
-    try:
-        os.link(new, place / "lock.json")  # whole at once, or refused: a rename would replace
-    except FileExistsError:
-        held = lock_holder(root)["holder"] or {}
-        raise Refused(
-            f"locked by {held.get('owner', 'somebody')} since {_when(held.get('at'))}: "
-            f"{held.get('command', 'unknown')}"
-        ) from None
-    finally:
-        new.unlink()
-    _sync(place)
+    with _lock_guarded(place):
+        held = _holder(place)
+        if held is not None:
+            raise Refused(_locked(place, held))
+        _write(new, json.dumps(mine) + "\n")
+        try:
+            os.link(new, place / "lock.json")  # whole at once, or refused: a rename would replace
+        finally:
+            new.unlink()
+        _sync(place)
     return {"owner": owner}
 
 
 def unlock(root: str, token: str) -> dict[str, bool]:
     """Give the lock back. Refused where it is not this token's, and nothing where there is none."""
     place = _root(root)
-    held = _json(place / "lock.json")
-    if held is None:
+    if _holder(place) is None:  # nothing is written where there is nothing
         return {"was_locked": False}
-    if held.get("token") != _digest(token):
-        raise Refused(
-            f"the lock is {held.get('owner', 'somebody')}'s, since {_when(held.get('at'))}"
-        )
-    (place / "lock.json").unlink()
-    _sync(place)
+    with _lock_guarded(place):
+        held = _holder(place)
+        if held is None:
+            return {"was_locked": False}
+        if held.get("token") != _digest(token):
+            raise Refused(_locked(place, held))
+        (place / "lock.json").unlink()
+        _sync(place)
     return {"was_locked": True}
 
 
 def break_lock(root: str, owner: str, at: float) -> dict[str, Any]:
     """Remove the lock of `owner` since `at`, and no other that was taken since it was looked at."""
     place = _root(root)
-    held = _json(place / "lock.json")
-    if held is None or (held.get("owner"), held.get("at")) != (owner, at):
+    if _holder(place) is None:
         raise Refused("the lock is another one by now, or gone")
-    (place / "lock.json").unlink()
-    _sync(place)
+    with _lock_guarded(place):
+        held = _holder(place)
+        if held is None or (held["owner"], held["at"]) != (owner, at):
+            raise Refused("the lock is another one by now, or gone")
+        (place / "lock.json").unlink()
+        _sync(place)
     return {"broken": owner}
 
 
 def lock_holder(root: str) -> dict[str, Any]:
-    """Who has the lock, since when and for what; None where nobody has it."""
-    held = _json(_root(root) / "lock.json")
+    """Who has the lock, since when and for what; None where nobody has it.
+
+    A lock file that does not say so has the owner `damaged`.
+    """
+    held = _holder(_root(root))
     if held is not None:
         held.pop("token", None)
     return {"holder": held}
@@ -375,6 +417,100 @@ def put_service(root: str, name: str, text: str) -> dict[str, str]:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _write(folder / name, text)
     return {"path": str(folder / name)}
+
+
+def no_release(root: str) -> dict[str, str | None]:
+    """Let `current` point at nothing: what is live is no release of kd's."""
+    place = _root(root)
+    before = _current(place)
+    with contextlib.suppress(FileNotFoundError):
+        (place / "current").unlink()
+    _sync(place)
+    return {"before": before}
+
+
+def remove_service(root: str) -> dict[str, Any]:
+    """Let nothing be live: no `service.json` that a manager could start, no `current`."""
+    with contextlib.suppress(FileNotFoundError):
+        (_root(root) / "service" / "service.json").unlink()
+    return no_release(root)
+
+
+def manage(root: str, manager: dict[str, Any], what: str) -> dict[str, Any]:
+    """`install`, `start`, `stop` or `status` of the service's manager; its status then."""
+    from remote import managers  # it imports this module, and comes with it
+
+    if what not in ("install", "start", "stop", "status"):
+        raise Refused(f"a manager cannot {what!r}")
+    made = managers.manager_of(str(_root(root)), manager)
+    if what != "status":
+        getattr(made, what)()
+    return made.status()
+
+
+def look_at_log(root: str, offset: int | None, lines: int = 0) -> dict[str, Any]:
+    """What the service has printed from byte `offset` on; its last `lines` where that is None."""
+    path = _root(root) / "service" / "service.log"
+    try:
+        with path.open("rb") as printed:
+            end = printed.seek(0, os.SEEK_END)
+            if offset is None:
+                printed.seek(max(0, end - _BLOCK))
+                kept = printed.read().splitlines(keepends=True)
+                block = b"".join(kept[-lines:]) if lines else b""
+                offset = end - len(block)
+            else:
+                offset = offset if offset <= end else 0  # the manager began it anew
+                printed.seek(offset)
+                block = printed.read(_BLOCK)
+    except FileNotFoundError:
+        return {"text": "", "offset": 0, "path": str(path)}
+    whole = block[: _whole_characters(block)]
+    return {
+        "text": whole.decode("utf-8", "replace"),
+        "offset": offset + len(whole),
+        "path": str(path),
+    }
+
+
+def put_tokens(root: str, record: dict[str, Any]) -> dict[str, str]:
+    """Write down the tokens that releases are held against."""
+    path = _root(root) / "tokens.json"
+    _write(path, json.dumps(record) + "\n")
+    return {"path": str(path)}
+
+
+def tokens(root: str) -> dict[str, Any]:
+    """What `put_tokens` wrote; None where nothing was recorded."""
+    return {"record": _json(_root(root) / "tokens.json")}
+
+
+def model_of(root: str, path: str) -> dict[str, Any]:
+    """What tells one model's folder from another, and how many tokens it knows and takes.
+
+    files: a hash over the names and sizes of its weights, as reading a terabyte takes too long.
+    """
+    folder = pathlib.Path(path).expanduser()
+    config = _json(folder / "config.json")
+    if config is None:
+        raise Refused(f"{folder} has no config.json: expected the folder of a model")
+    inner = config.get("text_config")  # of a model that sees as well
+    text = inner if isinstance(inner, dict) else config
+    weights = sorted(
+        (one.relative_to(folder).as_posix(), one.stat().st_size)
+        for kind in ("*.safetensors", "*.bin", "*.gguf")
+        for one in folder.rglob(kind)
+    )
+    try:
+        return {
+            "path": str(folder),
+            "config": file_digest(folder / "config.json"),
+            "files": _digest(json.dumps(weights)),
+            "vocabulary": int(text["vocab_size"]),
+            "positions": int(text.get("max_position_embeddings", 0)) or None,
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise Refused(f"{folder / 'config.json'}: no number of tokens: {error!r}") from error
 
 
 def group_of(root: str, pid: int) -> dict[str, list[int]]:
@@ -395,6 +531,39 @@ def kill_group(root: str, pid: int) -> dict[str, list[int]]:
     for process in found["processes"]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
+    return found
+
+
+def service_left(root: str) -> dict[str, list[int]]:
+    """Processes that live of the service that was started last, whatever its manager knows of it.
+
+    A manager names no process once the first one has died. `launch.py` noted which that was.
+    """
+    folder = _root(root) / "service"
+    try:
+        noted = json.loads((folder / "service.pid").read_text(encoding="utf-8"))
+        first, started = int(noted["pid"]), int(noted["started"])
+    except (OSError, ValueError, KeyError, TypeError):
+        first = started = 0
+    if first < 2:
+        return {"processes": []}  # none was started, or none that could be told from another
+    found = group_of(root, first)["processes"]
+    now = _since(first)
+    if now is None:
+        # A group's number is not given again while the group lives. It may have ended though, and
+        # the number become another's who has ended too: only what works in this folder is ours.
+        found = [process for process in found if _works_in(process, folder)]
+    elif now != started:
+        found = []
+    return {"processes": found}
+
+
+def end_service_left(root: str, kill: bool) -> dict[str, list[int]]:
+    """Ask what `service_left` finds to end, or kill it."""
+    found = service_left(root)
+    for process in found["processes"]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL if kill else signal.SIGTERM)
     return found
 
 
@@ -517,10 +686,15 @@ def _whole_characters(block: bytes) -> int:
 
 
 def audit(root: str, entry: dict[str, Any]) -> dict[str, Any]:
-    """Add one line to the audit log."""
+    """Add one line to the audit log: who did what."""
     entry = {**entry, "at": time.time()}
     _append(_root(root) / "audit.jsonl", entry)
     return entry
+
+
+def audited(root: str, last: int) -> dict[str, Any]:
+    """The last lines of the audit log, oldest first."""
+    return {"entries": _lines(_root(root) / "audit.jsonl")[-last:]}
 
 
 def _root(root: str) -> pathlib.Path:
@@ -537,16 +711,83 @@ def _release(place: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def _current(place: pathlib.Path) -> str | None:
+    path = place / "current"
     try:
-        return (place / "current").readlink().name
-    except OSError:
+        return path.readlink().name
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        what = "folder" if path.is_dir() else "file"
+        raise Refused(
+            f"{path}: expected a link to a release, got a {what}: "
+            f"move it away by hand (mv {shlex.quote(str(path))} ELSEWHERE)"
+        ) from None
 
 
 def _base(place: pathlib.Path) -> str | None:
     """The release that is like the next one: the current, or the newest where none is."""
-    names = sorted(path.parent.name for path in (place / "releases").glob("[!.]*/release.json"))
-    return _current(place) or (names[-1] if names else None)
+    names = [about["release"] for about in _whole(place)]
+    current = _current(place)  # may point to one that is gone
+    return current if current in names else (names[-1] if names else None)
+
+
+def _whole(place: pathlib.Path) -> list[dict[str, Any]]:
+    """What each release's `release.json` says, oldest first. One that was cut short has none."""
+    found = []
+    for folder in (place / "releases").glob("[!.]*"):
+        about = _json(folder / "release.json")
+        if about is not None:
+            found.append({**about, "release": folder.name})
+    return sorted(found, key=_order)
+
+
+def _order(about: dict[str, Any]) -> tuple[int, float, str]:
+    """What releases are sorted by. The first ones had no number: they are older than all others."""
+    return (about.get("sequence", 0), about.get("placed", 0.0), about["release"])
+
+
+@contextlib.contextmanager
+def _lock_guarded(place: pathlib.Path) -> Iterator[None]:
+    """Nobody else changes the lock meanwhile. It ends with this process, however that ends."""
+    descriptor = os.open(place / ".lock.guard", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _holder(place: pathlib.Path) -> dict[str, Any] | None:
+    """What the lock file says. One that was damaged says nothing, and is a lock all the same."""
+    path = place / "lock.json"
+    try:
+        content, at = path.read_bytes(), path.stat().st_mtime
+    except FileNotFoundError:
+        return None
+    try:
+        found = json.loads(content)
+        texts = [found[name] for name in ("owner", "command", "token")]
+        if all(isinstance(text, str) for text in texts) and 0 <= found["at"] < 1e11:
+            return dict(found)
+    except (ValueError, LookupError, TypeError):
+        pass
+    return {"owner": "damaged", "command": "unknown", "at": at}
+
+
+def _locked(place: pathlib.Path, held: dict[str, Any]) -> str:
+    """Why the lock cannot be had."""
+    if "token" not in held:
+        return f"locked, and {place / 'lock.json'} is damaged: nobody knows by whom"
+    return f"locked by {held['owner']} since {_when(held['at'])}: {held['command']}"
+
+
+def _works_in(process: int, folder: pathlib.Path) -> bool:
+    try:
+        return folder.samefile(f"/proc/{process}/cwd")
+    except OSError:  # gone by now, or another user's
+        return False
 
 
 def _faults(folder: pathlib.Path, manifest: dict[str, dict[str, Any]]) -> list[str]:
@@ -683,8 +924,18 @@ def _json(path: pathlib.Path) -> dict[str, Any] | None:
 
 def _log(place: pathlib.Path) -> list[dict[str, Any]]:
     """The promotions, oldest first. A last line that was cut short by a crash never happened."""
+    path = place / "promotions.jsonl"
+    found = _lines(path)
+    for number, entry in enumerate(found, 1):
+        # None is stock SGLang, which is no release.
+        if not isinstance(entry.get("release", 0), (str, type(None))):
+            raise Refused(f"{path}, line {number}: expected JSON with a release")
+    return found
+
+
+def _lines(path: pathlib.Path) -> list[dict[str, Any]]:
     try:
-        content = (place / "promotions.jsonl").read_bytes()
+        content = path.read_bytes()
     except FileNotFoundError:
         return []
     found = []
@@ -692,13 +943,10 @@ def _log(place: pathlib.Path) -> list[dict[str, Any]]:
     for number, line in enumerate(whole.split(b"\n")[:-1], 1):
         try:
             entry = json.loads(line)
-            right = isinstance(entry, dict) and isinstance(entry.get("release"), str)
         except ValueError:
-            right = False
-        if not right:
-            raise Refused(
-                f"{place / 'promotions.jsonl'}, line {number}: expected JSON with a release"
-            )
+            entry = None
+        if not isinstance(entry, dict):
+            raise Refused(f"{path}, line {number}: expected JSON with a release")
         found.append(entry)
     return found
 
@@ -774,6 +1022,7 @@ _DOES = {
         switch,
         releases,
         promoted,
+        promotions,
         mark_bad,
         prune,
         lock,
@@ -781,12 +1030,22 @@ _DOES = {
         break_lock,
         lock_holder,
         put_service,
+        no_release,
+        remove_service,
+        manage,
+        look_at_log,
+        put_tokens,
+        tokens,
+        model_of,
         group_of,
         kill_group,
+        service_left,
+        end_service_left,
         start_job,
         look_at_job,
         end_job,
         audit,
+        audited,
     )
 }
 
@@ -806,6 +1065,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"{where}{error.strerror or error}"}
 
 
-if __name__ == "__main__":
+def main(request: dict[str, Any]) -> None:
+    """Answer one request on stdout."""
     os.umask(0o077)
-    print(json.dumps(answer(json.load(sys.stdin))), flush=True)
+    print(json.dumps(answer(request)), flush=True)

@@ -1,6 +1,7 @@
 """The inventory: which hosts there are and how each is set up. Read from `remote/hosts.yaml`.
 
-Each fault is reported as `file:line: host NAME: field NAME: what is wrong`.
+Each fault is reported as `file:line: host NAME: field NAME: what is wrong`, one of a group as
+`file:line: group NAME: what is wrong`.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ def _a_variable(text: str) -> str:
     # A message of our own, as pydantic's would show the text: it may hold a secret.
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", text, re.ASCII):
         raise ValueError("must be the name of a variable, without a value")
+    if text == "PYTHONPATH":
+        raise ValueError("cannot be PYTHONPATH, which is set to the release's engine")
     return text
 
 
@@ -67,12 +70,17 @@ class Health(_Model):
     stalled_log_s: how long the log of a starting service may stand still.
     poll_s: seconds between two looks.
     sustain_s: how long the service must stay healthy before it counts.
+    answer_s: the longest that it may take to answer the prompts whose tokens are compared.
+    prompts, new_tokens: how many those are, and how many tokens follow each.
     """
 
     start_ceiling_s: _Seconds = 3600.0
     stalled_log_s: _Seconds = 600.0
     poll_s: _Seconds = 5.0
     sustain_s: _Seconds = 120.0
+    answer_s: _Seconds = 300.0
+    prompts: Annotated[int, pydantic.Field(ge=1, le=64)] = 6
+    new_tokens: Annotated[int, pydantic.Field(ge=1, le=512)] = 48
 
     @pydantic.model_validator(mode="after")
     def _looks_often_enough(self) -> Health:
@@ -135,6 +143,7 @@ class _AnyHost(_Model):
     root: the folder that everything of kd is put in.
     cuda_arch: what kernels are built for, such as sm_120; None for a host without a GPU.
     service: None for a host that only checks kernels.
+    keep: how many promoted releases stay, beside the current and the previous one.
     """
 
     name: Annotated[str, pydantic.Field(pattern=_HOST_NAME)]
@@ -142,6 +151,7 @@ class _AnyHost(_Model):
     cuda_arch: Annotated[str, pydantic.Field(pattern=r"^sm_\d{2,3}[af]?$")] | None = None
     service: Service | None = None
     health: Health = Health()
+    keep: Annotated[int, pydantic.Field(ge=1)] = 5
 
 
 class LocalHost(_AnyHost):
@@ -177,15 +187,37 @@ _KINDS: Mapping[str, type[LocalHost] | type[SshHost]] = {"local": LocalHost, "ss
 
 @dataclasses.dataclass(frozen=True)
 class Inventory:
-    """All hosts of one file, in the file's order."""
+    """All hosts of one file, in the file's order.
+
+    groups: names of hosts, under a name for all of them.
+    """
 
     hosts: Mapping[str, Host]
+    groups: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def host(self, name: str) -> Host:
         """The host called `name`. Raises UnknownName with the nearest names."""
+        if name in self.groups:
+            raise ConfigError(
+                f"{name} is a group of hosts, and one host is needed here",
+                remedy=f"name one of {', '.join(self.groups[name])}",
+            )
         if name not in self.hosts:
             raise UnknownName("host", name, self.hosts)
         return self.hosts[name]
+
+    def named(self, text: str) -> list[Host]:
+        """The hosts of a text such as `ct200,lab`, each once; a group stands for its hosts.
+
+        Raises UnknownName with the nearest names of hosts and groups.
+        """
+        found: dict[str, Host] = {}
+        for name in text.split(","):
+            if name not in self.hosts and name not in self.groups:
+                raise UnknownName("host or group", name, [*self.hosts, *self.groups])
+            for one in self.groups.get(name, (name,)):
+                found.setdefault(one, self.hosts[one])
+        return list(found.values())
 
 
 def load_inventory(path: pathlib.Path) -> Inventory:
@@ -195,7 +227,7 @@ def load_inventory(path: pathlib.Path) -> Inventory:
     if not isinstance(content, dict) or not isinstance(content.get("hosts"), dict):
         raise document.fault((), "field hosts: is required, with a name and fields for each host")
     for key in content:
-        if key != "hosts":
+        if key not in ("hosts", "groups"):
             raise document.fault((key,), f"field {key}: is not a known field")
     hosts: dict[str, Host] = {}
     faults: list[ConfigError] = []
@@ -204,9 +236,40 @@ def load_inventory(path: pathlib.Path) -> Inventory:
             hosts[name] = _host(document, name, fields)
         except ConfigError as fault:
             faults.append(fault)
+    groups: dict[str, tuple[str, ...]] = {}
+    for name, members in _groups(document).items():
+        try:
+            groups[name] = _group(document, name, members)
+        except ConfigError as fault:
+            faults.append(fault)
     if faults:
         raise ConfigError("; ".join(fault.problem for fault in faults))
-    return Inventory(hosts)
+    return Inventory(hosts, groups)
+
+
+def _groups(document: _Document) -> Mapping[Any, object]:
+    groups = document.content.get("groups", {})
+    if not isinstance(groups, dict):
+        raise document.fault(("groups",), "field groups: must be names with hosts for each")
+    return groups
+
+
+def _group(document: _Document, name: object, members: object) -> tuple[str, ...]:
+    here: _Place = ("groups", str(name))
+    hosts = document.content["hosts"]
+    if not isinstance(name, str) or not re.fullmatch(_HOST_NAME, name):
+        raise document.fault(here, f"group {name}: must be called as a host could be")
+    if name in hosts:
+        raise document.fault(here, f"group {name}: is the name of a host already")
+    if not isinstance(members, list) or not members:
+        raise document.fault(here, f"group {name}: must be a list of one host or more")
+    for index, member in enumerate(members):
+        if not isinstance(member, str) or member not in hosts:
+            unknown = UnknownName("host", str(member), map(str, hosts))
+            raise document.fault((*here, index), f"group {name}: {unknown}")
+        if member in members[:index]:
+            raise document.fault((*here, index), f"group {name}: names host {member} twice")
+    return tuple(members)
 
 
 def _host(document: _Document, name: object, fields: object) -> Host:
@@ -295,7 +358,7 @@ class _Document:
             for key, value in node.value:
                 inner = (*place, str(key.value))
                 if inner in self._lines:
-                    host = f"host {place[1]}: " if len(place) > 1 else ""
+                    host = f"{str(place[0])[:-1]} {place[1]}: " if len(place) > 1 else ""
                     raise ConfigError(
                         f"{self._path}:{key.start_mark.line + 1}: {host}'{key.value}' is there "
                         f"twice, first on line {self._lines[inner]}"

@@ -4,6 +4,9 @@ The program and its arguments are JSON, so neither a unit file nor a shell has t
 of secrets come from the host alone: from `secrets.env` in the folder above, a line `NAME=value`
 each, which nobody else may read, or from the manager's own environment. It needs Python 3.9 and its
 standard library.
+
+Which process became the service, and when that was started, stands in `service.pid` beside it: a
+manager forgets it once it has died, and what it had started may live on.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ import os
 import pathlib
 import stat
 import sys
+from typing import Any
+
+_GIVEN = {"command": list, "environment": dict, "from_host": list}
 
 
 class Refused(Exception):
@@ -23,7 +29,7 @@ def secrets(path: pathlib.Path) -> dict[str, str]:
     """The values of `secrets.env`; none where there is no such file."""
     try:
         mode = path.stat().st_mode
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_bytes().decode()
     except FileNotFoundError:
         return {}
     except UnicodeDecodeError:
@@ -31,8 +37,9 @@ def secrets(path: pathlib.Path) -> dict[str, str]:
     if stat.S_IMODE(mode) & 0o077:
         raise Refused(f"{path} can be read by others: chmod 600 it")
     found = {}
-    for number, line in enumerate(lines, 1):
-        name, equals, value = line.partition("=")
+    # A newline alone ends a value: `splitlines` would take a form feed for one as well.
+    for number, line in enumerate(text.split("\n"), 1):
+        name, equals, value = line.removesuffix("\r").partition("=")
         if not line.strip() or line.startswith("#"):
             continue
         if not equals or not name.isidentifier():
@@ -41,12 +48,32 @@ def secrets(path: pathlib.Path) -> dict[str, str]:
     return found
 
 
-def environment(service: dict[str, object], folder: pathlib.Path) -> dict[str, str]:
+def wanted(path: pathlib.Path) -> dict[str, Any]:
+    """What `service.json` says."""
+    try:
+        service = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise Refused(f"{path}: is not JSON: {error}") from None
+    right = isinstance(service, dict) and all(
+        isinstance(service.get(name), kind) for name, kind in _GIVEN.items()
+    )
+    if not right or not service["command"]:
+        raise Refused(
+            f"{path}: expected an object with {', '.join(_GIVEN)}, and a command that is not empty"
+        )
+    texts = [*service["command"], *service["from_host"], *service["environment"].values()]
+    if not all(isinstance(text, str) for text in texts):
+        raise Refused(f"{path}: expected texts in {', '.join(_GIVEN)}")
+    return dict(service)
+
+
+def environment(service: dict[str, Any], folder: pathlib.Path) -> dict[str, str]:
     """This process's environment, what the service is given, and the host's secrets by name."""
     given = service["environment"]
     names = service["from_host"]
-    assert isinstance(given, dict)
-    assert isinstance(names, list)
+    twice = [name for name in names if name in given or name == "PYTHONPATH"]
+    if twice:  # another PYTHONPATH would bring another engine than the release's
+        raise Refused(f"{', '.join(twice)}: set for the release, and cannot come from the host")
     values = secrets(folder.parent / "secrets.env")
     missing = [name for name in names if name not in values and name not in os.environ]
     if missing:
@@ -61,16 +88,25 @@ def environment(service: dict[str, object], folder: pathlib.Path) -> dict[str, s
     }
 
 
+def note(path: pathlib.Path) -> None:
+    """Write down which process this is, and since when: its number may be another's later."""
+    started = int(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(json.dumps({"pid": os.getpid(), "started": started}) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
 def main() -> None:
     """Become the service."""
     folder = pathlib.Path(__file__).resolve().parent
     try:
-        service = json.loads((folder / "service.json").read_text(encoding="utf-8"))
+        service = wanted(folder / "service.json")
         command = service["command"]
-        os.execvpe(
-            str(pathlib.Path(command[0]).expanduser()), command, environment(service, folder)
-        )
-    except (OSError, ValueError, KeyError, Refused) as error:
+        variables = environment(service, folder)
+        os.chdir(folder)  # what lives on without its first process is known by where it works
+        note(folder / "service.pid")
+        os.execvpe(str(pathlib.Path(command[0]).expanduser()), command, variables)
+    except (OSError, ValueError, RuntimeError, Refused) as error:
         print(f"kd: the service cannot be started: {error}", file=sys.stderr, flush=True)
         raise SystemExit(78) from None  # EX_CONFIG: trying again changes nothing
 

@@ -171,18 +171,19 @@ class _GroupRunner(Local):
         raise interrupt
 
     def end_group(self) -> None:
-        """Ask the process group to end, and after a moment end it."""
+        """Ask the process group and what it has started to end, and after a moment end them."""
         process = getattr(self, "process", None)
         if process is None:
             return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGTERM)
-            deadline = time.monotonic() + limits.GRACE_S
-            while time.monotonic() < deadline:
-                process.poll()  # reaps the leader, which would keep the group alive
-                os.killpg(process.pid, 0)  # raises once the group is gone
-                time.sleep(0.01)
-            os.killpg(process.pid, signal.SIGKILL)
+        groups = _groups_below(process.pid)
+        left = [group for group in groups if _sent(group, signal.SIGTERM)]
+        deadline = time.monotonic() + limits.GRACE_S
+        while left and time.monotonic() < deadline:
+            time.sleep(0.01)
+            process.poll()  # reaps the leader, which would keep the group alive
+            left = [group for group in left if _sent(group, 0)]
+        for group in left:
+            _sent(group, signal.SIGKILL)
 
     def read_proc_output(self, reader: Callable[..., Any]) -> Generator[str, None, None]:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -225,3 +226,35 @@ class _GroupRunner(Local):
             self.end_group()
             return b""
         return block
+
+
+def _groups_below(first: int) -> set[int]:
+    """The process groups of `first` and of all that it has started, in sessions of their own too.
+
+    Each process is found by its parent: one whose parent has ended before is nobody's.
+    """
+    parents, groups = {}, {first: first}
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # What stands in brackets is the name, and may hold anything.
+            fields = path.read_bytes().rpartition(b")")[2].split()
+            parents[int(path.parent.name)] = (int(fields[1]), int(fields[2]))
+    grown = True
+    while grown:
+        more = {
+            pid: group
+            for pid, (parent, group) in parents.items()
+            if parent in groups and pid not in groups
+        }
+        groups |= more
+        grown = bool(more)
+    return {group for group in groups.values() if group > 1}
+
+
+def _sent(group: int, number: int) -> bool:
+    """Whether a process group is there to take a signal."""
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True

@@ -7,7 +7,7 @@ import json
 import pathlib
 import secrets
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kdtree_engine.errors import ConfigError
@@ -18,12 +18,29 @@ __all__ = ["ReleaseRefused", "Releases"]
 
 _LIMIT_S = 120.0
 _SLOW_S = 900.0  # where many files are read or brought to disk
-_AGENT = pathlib.Path(__file__).with_name("agent.py")
-# The program comes by stdin, before the request: nothing is installed on the host for it.
-_BOOT = (
-    "import sys; size = int(sys.stdin.buffer.readline()); "
-    "exec(compile(sys.stdin.buffer.read(size), 'kd-agent', 'exec'), {'__name__': '__main__'})"
-)
+_HERE = pathlib.Path(__file__).parent
+# The programs come by stdin, before the request: nothing is installed on the host for them.
+_BOOT = """
+import json, sys, types
+def load(programs):
+    room = sys.modules["remote"] = types.ModuleType("remote")
+    for name, text in programs.items():
+        made = sys.modules["remote." + name] = types.ModuleType("remote." + name)
+        setattr(room, name, made)
+        exec(compile(text, "kd-" + name, "exec"), made.__dict__)
+    return room
+given = json.load(sys.stdin)
+code = load(given["programs"]).__dict__[given["main"]].main(given["request"])
+sys.stdout.flush()
+sys.exit(code)
+"""
+_PROGRAMS = ("agent", "managers")
+
+
+def program_text(main: str, programs: Iterable[str], request: Mapping[str, Any]) -> str:
+    """What `_BOOT` reads: modules of this folder, each after those that it imports."""
+    texts = {name: (_HERE / f"{name}.py").read_text(encoding="utf-8") for name in programs}
+    return json.dumps({"main": main, "programs": texts, "request": request})
 
 
 class ReleaseRefused(TransportError):
@@ -130,7 +147,10 @@ class Releases:
         self.unlock(token)
 
     def lock_holder(self) -> dict[str, Any] | None:
-        """owner, command and at (Unix time) of the lock; None where nobody has it."""
+        """owner, command and at (Unix time) of the lock; None where nobody has it.
+
+        The owner of a lock file that cannot be read is `damaged`.
+        """
         holder: dict[str, Any] | None = self._ask("lock_holder")["holder"]
         return holder
 
@@ -142,6 +162,36 @@ class Releases:
         """Write one file of the service's folder."""
         self._ask("put_service", name=name, text=text)
 
+    def manage(self, manager: Mapping[str, Any], what: str) -> dict[str, Any]:
+        """`install`, `start`, `stop` or `status` of the service; state, pid and said then."""
+        return self._ask("manage", _SLOW_S, manager=manager, what=what)
+
+    def promotions(self) -> dict[str, Any]:
+        """live and previous, entries of the promotion log or None, and all entries."""
+        return self._ask("promotions")
+
+    def look_at_log(self, offset: int | None, lines: int = 0) -> dict[str, Any]:
+        """text that the service printed from `offset` on (None: its last lines), and offset."""
+        return self._ask("look_at_log", offset=offset, lines=lines)
+
+    def tokens(self) -> dict[str, Any] | None:
+        """What was recorded for releases to be held against; None where nothing was."""
+        record: dict[str, Any] | None = self._ask("tokens")["record"]
+        return record
+
+    def model_of(self, path: str) -> dict[str, Any]:
+        """path, config and files (hashes), vocabulary and positions of a model's folder."""
+        return self._ask("model_of", path=path)
+
+    def audited(self, last: int) -> list[dict[str, Any]]:
+        """The last lines of the audit log."""
+        return list(self._ask("audited", last=last)["entries"])
+
+    def start_promoter(self, name: str, request: Mapping[str, Any]) -> None:
+        """Let `remote.promoter` run there as a job; it gives the lock back."""
+        given = program_text("promoter", (*_PROGRAMS, "promoter"), {**request, "root": self._root})
+        self.start_job(name, [self._python, "-I", "-c", _BOOT], {}, given)
+
     def group_of(self, pid: int) -> list[int]:
         """The processes that live in the group or session of `pid`."""
         return list(self._ask("group_of", pid=pid)["processes"])
@@ -149,6 +199,14 @@ class Releases:
     def kill_group(self, pid: int) -> None:
         """Kill those processes."""
         self._ask("kill_group", pid=pid)
+
+    def service_left(self) -> list[int]:
+        """The processes that live of the service started last, its first one or others."""
+        return list(self._ask("service_left")["processes"])
+
+    def end_service_left(self, *, kill: bool) -> None:
+        """Ask those processes to end, or kill them."""
+        self._ask("end_service_left", kill=kill)
 
     def start_job(
         self, name: str, command: list[str], environment: Mapping[str, str], given: str = ""
@@ -170,13 +228,12 @@ class Releases:
         """Add to the audit log."""
         self._ask("audit", entry=entry)
 
-    def _ask(self, what: str, limit_s: float = _LIMIT_S, **request: Any) -> dict[str, Any]:
-        program = _AGENT.read_bytes()
-        asked = json.dumps({"do": what, "root": self._root, **request}).encode()
+    def _ask(self, do: str, limit_s: float = _LIMIT_S, /, **request: Any) -> dict[str, Any]:
+        asked = program_text("agent", _PROGRAMS, {"do": do, "root": self._root, **request})
         done = self._transport.run(
             [self._python, "-I", "-c", _BOOT],
             timeout=limit_s,
-            input=b"%d\n%s%s" % (len(program), program, asked),
+            input=asked.encode(),
             check=False,
         )
         host = self._transport.host
@@ -191,10 +248,10 @@ class Releases:
             said = json.loads(line)
         except ValueError:
             raise TransportError(
-                f"host {host}: {what}: {self._python} ended with exit code {done.exit_code} and no "
+                f"host {host}: {do}: {self._python} ended with exit code {done.exit_code} and no "
                 f"answer{last_words(done.stderr, ': ')}"
             ) from None
         if "error" in said:
-            raise ReleaseRefused(f"host {host}: {what}: {said['error']}")
+            raise ReleaseRefused(f"host {host}: {do}: {said['error']}")
         found: dict[str, Any] = said["done"]
         return found

@@ -11,21 +11,17 @@ import enum
 import pathlib
 import re
 import shlex
-import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
-from kdtree_engine.errors import ConfigError, MissingError
-from remote.errors import CommandFailed, TransportError
+from kdtree_engine.errors import ConfigError
 from remote.inventory import Host, Service
+from remote.managers import WRITTEN_BY
 from remote.releases import Releases
 from remote.transport import Transport
 
 __all__ = ["Manager", "State", "Status", "Supervisor", "Systemd", "manager_of", "service_document"]
 
-_LIMIT_S = 30.0
-_STOP_LIMIT_S = 120.0
-_GRACE_S = 10.0
 _LAUNCH = pathlib.Path(__file__).with_name("launch.py")
 
 
@@ -46,26 +42,6 @@ class Status:
     said: str = ""
 
 
-class Manager(Protocol):
-    """What keeps one service running on one host."""
-
-    def install(self) -> None:
-        """Let the manager know the service. One that runs is left alone."""
-        ...
-
-    def start(self) -> None:
-        """Start what `service.json` says now. Raises TransportError where it ends at once."""
-        ...
-
-    def stop(self) -> None:
-        """End it, with every process of its group. Raises TransportError where one stays."""
-        ...
-
-    def status(self) -> Status:
-        """What the manager says of it."""
-        ...
-
-
 def service_document(
     service: Service,
     *,
@@ -79,7 +55,16 @@ def service_document(
     site: the folder of a release that goes before SGLang on PYTHONPATH; None of the host's own
     PYTHONPATH is kept, as it could bring another engine. arguments, environment: of the phase's
     profile, after the host's own.
+
+    Raises ConfigError where the inventory wants a variable from the host that is set here.
     """
+    twice = sorted({*environment, "PYTHONPATH"} & {*service.environment})
+    if twice:
+        raise ConfigError(
+            f"service {service.unit}: {', '.join(twice)} is set for the release, and cannot come "
+            "from the host as well",
+            remedy="take it from the service's `environment` in remote/hosts.yaml",
+        )
     return {
         "command": [
             *(python, "-m", "sglang.launch_server"),
@@ -103,8 +88,10 @@ def manager_of(transport: Transport, releases: Releases, host: Host, python: str
     return Supervisor(transport, releases, unit=unit, python=python)
 
 
-class _OfHost:
-    """One unit of one host."""
+class Manager:
+    """What keeps one service running on one host. `remote.managers` does it there."""
+
+    kind: ClassVar[str]
 
     def __init__(self, transport: Transport, releases: Releases, *, unit: str, python: str) -> None:
         """python: path of the host's Python that runs the launcher."""
@@ -113,6 +100,45 @@ class _OfHost:
         self._unit = unit
         self._python = python
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """What tells `remote.managers` which one it is."""
+        return {"kind": self.kind, "unit": self._unit, "python": self._python}
+
+    def install(self) -> None:
+        """Let the manager know the service. One that runs is left alone."""
+        place = self._releases.prepare()
+        name, text = self._configuration(place)
+        self._releases.put_service(name, text)
+        self._releases.put_service("launch.py", _LAUNCH.read_text(encoding="utf-8"))
+        self._manage("install")
+
+    def start(self) -> None:
+        """Start what `service.json` says now, once nothing lives of what was started before.
+
+        Raises TransportError where it ends at once.
+        """
+        self._manage("start")
+
+    def stop(self) -> None:
+        """End it, with every process of its group. Raises TransportError where one stays.
+
+        What lives of a service whose first process has died is ended too.
+        """
+        self._manage("stop")
+
+    def status(self) -> Status:
+        """What the manager says of it."""
+        return self._manage("status")
+
+    def _configuration(self, place: Mapping[str, Any]) -> tuple[str, str]:
+        """Name and text of the file that tells the manager of the service. place: of `prepare`."""
+        raise NotImplementedError
+
+    def _manage(self, what: str) -> Status:
+        found = self._releases.manage(self.about, what)
+        return Status(State(found["state"]), found["pid"], found["said"])
+
     def _program(self, place: Mapping[str, Any]) -> str:
         """The launcher's Python as a unit names it, which knows of no `~`. place: of `prepare`."""
         if self._python.startswith("~/"):
@@ -120,14 +146,15 @@ class _OfHost:
         return self._python
 
 
-class Supervisor(_OfHost):
+class Supervisor(Manager):
     """supervisord, one of kd's own under the root: for hosts without systemd (containers).
 
     Its Python has to have supervisor.
     """
 
-    def install(self) -> None:
-        place = self._releases.prepare()
+    kind = "supervisor"
+
+    def _configuration(self, place: Mapping[str, Any]) -> tuple[str, str]:
         root = str(place["root"])
         if "%" in root:
             raise ConfigError(  # supervisor fills in some values twice, so that no quoting helps
@@ -135,36 +162,20 @@ class Supervisor(_OfHost):
                 f"{root}",
                 remedy="choose another root in remote/hosts.yaml",
             )
+        for what, path in (("root", root), ("python", self._program(place))):
+            if re.search(r"\s[#;]", path):  # the rest of a line is a comment then, quoted or not
+                raise ConfigError(
+                    f"host {self._transport.host}: supervisor cannot have a space before # or ; "
+                    f"in {what}: {path}",
+                    remedy=f"choose another {what} in remote/hosts.yaml",
+                )
         # A socket's path is short on every system, and a root may be long.
         if len(f"{root}/service/sock") > 100:
             raise ConfigError(
                 f"host {self._transport.host}: root is too long for a socket in it: {root}",
                 remedy="choose a shorter root in remote/hosts.yaml",
             )
-        self._releases.put_service("supervisord.conf", self.config(root, self._program(place)))
-        self._releases.put_service("launch.py", _LAUNCH.read_text(encoding="utf-8"))
-        if self._control("pid", check=False) is None:
-            self._run("-m", "supervisor.supervisord", "-c", self._file(root))
-        else:
-            self._control("reread")
-            self._control("add", self._unit, check=False)  # it may be there
-
-    def start(self) -> None:
-        # Read anew, now that nothing runs by what it said before: `update` would end what runs.
-        self._control("reread")
-        self._control("remove", self._unit, check=False)
-        self._control("add", self._unit)
-        self._control("start", self._unit)
-
-    def stop(self) -> None:
-        before = self.status()
-        if before.pid is not None:
-            self._control("stop", self._unit, limit_s=_STOP_LIMIT_S)
-            _wait_until_gone(self._transport, self._releases, before.pid)
-
-    def status(self) -> Status:
-        said = self._control("status", self._unit, check=False) or ""
-        return _supervisor_status(said)
+        return "supervisord.conf", self.config(root, self._program(place))
 
     def config(self, root: str, python: str) -> str:
         """`supervisord.conf`, for a root without a percent sign."""
@@ -209,93 +220,20 @@ class Supervisor(_OfHost):
             )
         )
 
-    def _file(self, root: str) -> str:
-        return f"{root}/service/supervisord.conf"
 
-    def _control(self, *words: str, check: bool = True, limit_s: float = _LIMIT_S) -> str | None:
-        """What supervisorctl says; None where no supervisord answers."""
-        root = str(self._releases.prepare()["root"])
-        done = self._transport.run(
-            [self._python, "-m", "supervisor.supervisorctl", "-c", self._file(root), *words],
-            timeout=limit_s,
-            check=False,
-        )
-        said = done.stdout.strip()
-        if "No module named" in done.stderr and "supervisor" in done.stderr:
-            raise MissingError(
-                f"host {self._transport.host}: {self._python} has no supervisor",
-                remedy=f"on that host: {self._python} -m pip install supervisor",
-            )
-        if "no such file" in said or "refused connection" in said:
-            if check:
-                raise TransportError(f"host {self._transport.host}: no supervisord runs for kd")
-            return None
-        if check and ("ERROR" in said or done.exit_code not in (0, 3)):
-            raise TransportError(
-                f"host {self._transport.host}: supervisor: {said.splitlines()[-1] if said else ''}"
-            )
-        return said
-
-    def _run(self, *words: str) -> None:
-        try:
-            self._transport.run([self._python, *words], timeout=_LIMIT_S)
-        except CommandFailed as error:
-            if "No module named" in str(error):
-                raise MissingError(
-                    f"host {self._transport.host}: {self._python} has no supervisor",
-                    remedy=f"on that host: {self._python} -m pip install supervisor",
-                ) from None
-            raise
-
-
-_SUPERVISOR_STATES = {
-    "RUNNING": State.RUNNING,
-    "STARTING": State.RUNNING,
-    "STOPPING": State.RUNNING,
-    "STOPPED": State.STOPPED,
-}
-
-
-def _supervisor_status(said: str) -> Status:
-    """Of a line such as `sglang   RUNNING   pid 12, uptime 0:00:03`."""
-    words = said.split(None, 2)
-    if len(words) < 2:
-        return Status(State.STOPPED, said=said)
-    found = re.search(r"\bpid (\d+)", said)
-    return Status(
-        _SUPERVISOR_STATES.get(words[1], State.FAILED),
-        int(found.group(1)) if found else None,
-        said,
-    )
-
-
-class Systemd(_OfHost):
+class Systemd(Manager):
     """A unit of the host's systemd, which `sudo -n` or root may change."""
 
-    def install(self) -> None:
-        place = self._releases.prepare()
-        root, user = str(place["root"]), str(place["user"])
-        self._releases.put_service("launch.py", _LAUNCH.read_text(encoding="utf-8"))
-        name = f"{self._unit}.service"
-        self._releases.put_service(name, self.unit_text(root, user, self._program(place)))
-        self._root("install", "-m", "644", f"{root}/service/{name}", f"/etc/systemd/system/{name}")
-        self._root("systemctl", "daemon-reload")
+    kind = "systemd"
+    units = "/etc/systemd/system"
 
-    def start(self) -> None:
-        self._root("systemctl", "start", self._unit)
+    @property
+    def about(self) -> dict[str, Any]:
+        return {**super().about, "units": self.units}
 
-    def stop(self) -> None:
-        before = self.status()
-        self._root("systemctl", "stop", self._unit, limit_s=_STOP_LIMIT_S)
-        if before.pid is not None:
-            _wait_until_gone(self._transport, self._releases, before.pid)
-
-    def status(self) -> Status:
-        done = self._transport.run(
-            ["systemctl", "show", self._unit, "--property=ActiveState,MainPID,Result"],
-            timeout=_LIMIT_S,
-        )
-        return _systemd_status(done.stdout)
+    def _configuration(self, place: Mapping[str, Any]) -> tuple[str, str]:
+        text = self.unit_text(str(place["root"]), str(place["user"]), self._program(place))
+        return f"{self._unit}.service", text
 
     def unit_text(self, root: str, user: str, python: str) -> str:
         """The unit file. systemd replaces `%` and splits words; both are quoted here."""
@@ -310,7 +248,7 @@ class Systemd(_OfHost):
         folder = f"{root}/service"
         return "\n".join(
             (
-                "# Written by kd. A change here is lost at the next promotion.",
+                f"{WRITTEN_BY} A change here is lost at the next promotion.",
                 "[Unit]",
                 f"Description=SGLang, as kd promoted it ({self._unit})",
                 "After=network-online.target",
@@ -336,44 +274,3 @@ class Systemd(_OfHost):
                 "",
             )
         )
-
-    def _root(self, *words: str, limit_s: float = _LIMIT_S) -> None:
-        """As root; sudo never asks."""
-        may = self._transport.run(["id", "-u"], timeout=_LIMIT_S).stdout.strip() == "0"
-        self._transport.run([*(() if may else ("sudo", "-n")), *words], timeout=limit_s)
-
-
-def _systemd_status(said: str) -> Status:
-    """Of lines such as `ActiveState=active`."""
-    found = dict(line.partition("=")[::2] for line in said.splitlines() if "=" in line)
-    state = {
-        "active": State.RUNNING,
-        "activating": State.RUNNING,
-        "deactivating": State.RUNNING,
-        "reloading": State.RUNNING,
-        "inactive": State.STOPPED,
-    }.get(found.get("ActiveState", ""), State.FAILED)
-    pid = int(found.get("MainPID") or 0)
-    return Status(state, pid or None, found.get("Result", ""))
-
-
-def _wait_until_gone(transport: Transport, releases: Releases, pid: int) -> None:
-    """Until no process of the group or session of `pid` lives.
-
-    A manager waits for the first process alone. One that ignores being asked to end outlives it and
-    holds its GPU memory: it is killed after a moment. Raises TransportError where one stays.
-    """
-    for kill in (False, True):
-        if kill:
-            releases.kill_group(pid)
-        deadline = time.monotonic() + _GRACE_S
-        while left := releases.group_of(pid):
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.2)
-        else:
-            return
-    raise TransportError(
-        f"host {transport.host}: {len(left)} processes of the service outlived its stop: "
-        f"{', '.join(map(str, left[:5]))}"
-    )

@@ -51,12 +51,24 @@ _LONGEST_SCRIPT = 1 << 20  # bytes; Linux takes about twice that in all
 _BLOCK = 1 << 16
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
-# $1 is a process group with a minus before it, or a process.
+# $1 is a process group with a minus before it, or a process. With a group go the groups of all that
+# it has started, in sessions of their own too: they are looked for first, as each is found by its
+# parent. Where there is no /proc, the loop finds nothing.
 _END = (
-    'exec 2>/dev/null; kill -TERM "$1" || exit 0; n=0; '
+    'exec 2>/dev/null; kill -0 "$1" || exit 0; groups=$1; all=" ${1#-} "; '
+    'case "$1" in -*) more=1 ;; *) more= ;; esac; '
+    'while [ -n "$more" ]; do more=; for stat in /proc/[0-9]*/stat; do '
+    'read -r line <"$stat" || continue; pid=${line%% *}; '
+    'case "$all" in *" $pid "*) continue ;; esac; '
+    # After the name in brackets: state, parent, group.
+    "set -- ${line##*) }; "
+    'case "$all" in *" $2 "*) all="$all$pid "; more=1; '
+    'case " -0 -1 $groups " in *" -$3 "*) ;; *) groups="$groups -$3" ;; esac ;; esac; '
+    "done; done; kill -TERM $groups; n=0; "
     f'while [ "$n" -lt {round(limits.GRACE_S * 10)} ]; do '
-    'kill -0 "$1" || exit 0; sleep 0.1 || { sleep 1; n=$((n+9)); }; n=$((n+1)); done; '
-    'kill -KILL "$1"; exit 0'
+    'left=; for group in $groups; do kill -0 "$group" && left=1; done; [ -n "$left" ] || exit 0; '
+    "sleep 0.1 || { sleep 1; n=$((n+9)); }; n=$((n+1)); done; "
+    "kill -KILL $groups; exit 0"
 )
 # $2 is the group's leader, $3 the process of sshd for this connection, $4 a number of seconds.
 # Where the leader has ended, what it left in the background stays.

@@ -52,10 +52,11 @@ class Transport(Protocol):
         `env` is added to the host's own environment. What the program leaves running in the
         background, and prints from there, is not waited for.
 
-        Raises CommandTimeout after `timeout` seconds, when the program and its process group have
-        been ended; CommandFailed, if `check`, where the exit code is not 0; TransportError where it
+        Raises CommandTimeout after `timeout` seconds, when the program and all that can be found of
+        what it has started have been ended: what left its parent for a session of its own cannot.
+        Raises CommandFailed, if `check`, where the exit code is not 0; TransportError where it
         prints more than is sane or an argument cannot be passed (a NUL byte). On KeyboardInterrupt
-        the process group is ended before the interrupt goes on.
+        all that is ended before the interrupt goes on.
         """
         ...
 

@@ -12,10 +12,13 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable
 
+import click.testing
 import pytest
 
+import tasks
 from phases.checkout import find_checkout
 from phases.content import gate_content
 from phases.evidence import GateRecord, Record, Store
@@ -374,6 +377,88 @@ def test_a_lock_that_was_left_behind_is_broken_by_its_owners_name(
     assert "kd unlock" in refused.stderr
     assert kd("unlock", "--owner", "ann@there", **there).stdout == "broken\n"
     assert not (folder / "lock.json").exists()
+    (folder / "lock.json").write_text("")
+    assert "the lock of local is damaged since 20" in kd("unlock", **there).stderr
+    assert kd("unlock", "--owner", "damaged", **there).stdout == "broken\n"
+    assert not (folder / "lock.json").exists()
+
+
+GROUPED = """\
+hosts:
+  one: {kind: local, root: /srv/one}
+  two: {kind: local, root: /srv/two}
+groups:
+  both: [two, one]
+  last: [two]
+"""
+
+
+class TestSeveralHosts:
+    @pytest.fixture
+    def grouped(self, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """An inventory of two hosts and two groups."""
+        (tmp_path / "hosts.yaml").write_text(GROUPED)
+        checkout = types.SimpleNamespace(hosts_file=tmp_path / "hosts.yaml")
+        monkeypatch.setattr(tasks, "_checkout", lambda: checkout)
+
+    def test_the_list_shows_groups(self, grouped: None) -> None:
+        call = click.testing.CliRunner().invoke
+        lines = call(tasks.cli, ["hosts", "list"]).stdout.splitlines()
+        assert [line.split() for line in lines] == [
+            ["host", "kind", "address", "groups"],
+            ["one", "local", "both"],
+            ["two", "local", "both,", "last"],
+        ]
+        listed = json.loads(call(tasks.cli, ["hosts", "list", "--json"]).stdout)
+        assert listed["two"]["groups"] == ["both", "last"]
+        assert listed["one"]["kind"] == "local"
+
+    def test_hosts_and_groups_are_completed(self, grouped: None) -> None:
+        command = tasks.deploy
+        context = click.Context(command)
+        (option,) = (one for one in command.params if one.name == "host_names")
+
+        def completed(word: str) -> list[str]:
+            return [item.value for item in option.shell_complete(context, word)]
+
+        assert completed("") == ["one", "two", "both", "last"]
+        assert completed("b") == ["both"]
+        assert completed("one,t") == ["one,two"]
+
+    def test_one_after_the_other_and_json_by_their_names(
+        self, grouped: None, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        tasks._on_each(tasks._hosts("both"), lambda host: ({"root": host.root}, 0), True)
+        said = capsys.readouterr()
+        assert json.loads(said.out) == {"two": {"root": "/srv/two"}, "one": {"root": "/srv/one"}}
+        assert said.err.splitlines() == ["host two (1 of 2)", "host one (2 of 2)"]
+
+    def test_one_host_answers_as_it_is(
+        self, grouped: None, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for names in ("one", "one,one"):
+            tasks._on_each(tasks._hosts(names), lambda host: ({"root": host.root}, 0), True)
+            said = capsys.readouterr()
+            assert (json.loads(said.out), said.err) == ({"root": "/srv/one"}, "")
+
+    def test_the_first_that_fails_ends_it(self, kd: Kd, root: pathlib.Path) -> None:
+        """ct200 is an example and nowhere. What was done before is told all the same."""
+        if not (root / ".git").exists():
+            pytest.skip("needs a git checkout")
+        first = kd("deploy", "--dry-run", "--host", "ct200,local", "--json")
+        assert (first.returncode, json.loads(first.stdout)) == (2, {})
+        begins, stopped, why = first.stderr.splitlines()
+        assert begins == "host ct200 (1 of 2)"
+        assert stopped == "stopped at host ct200; not reached: local"
+        assert why.startswith("kd: host ct200: ")
+        second = kd("deploy", "--dry-run", "--host", "local,ct200", "--json")
+        assert (second.returncode, list(json.loads(second.stdout))) == (2, ["local"])
+        assert "stopped at host ct200; not reached: none" in second.stderr
+
+    def test_a_name_of_nothing_is_exit_2_before_anything_is_done(self, kd: Kd) -> None:
+        run = kd("deploy", "--dry-run", "--host", "local,ct20")
+        assert (run.returncode, run.stdout) == (2, "")
+        assert run.stderr == "kd: unknown host or group 'ct20' (did you mean ct200?)\n"
 
 
 def test_hosts_that_are_not_reached_are_exit_1(kd: Kd) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 from kdtree_engine.errors import ConfigError
 from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
@@ -10,13 +11,14 @@ from phases.service import Answer, ServiceFailed, incomplete, serving
 from phases.service_compared import Turn, ask_servers, compared
 from phases.service_graphs import ARGUMENTS, ENVIRONMENT, Replays, replays_in
 from phases.service_scale import GPU, Scale, Start, kernel, plain, triton
-from phases.service_tokens import LIKELY, demand, figures_of, rounding, tie_bounds
+from phases.service_tokens import LIKELY, demand, figures_of, tie_bound
 from phases.service_traffic import (
     Traffic,
     demand_traffic,
     mixed_prompts,
     room_for_aborted,
     run_traffic,
+    traffic_rounding,
 )
 
 __all__ = ["LONGEST_TRAFFIC_S", "graph_tokens", "traffic_seconds"]
@@ -56,8 +58,9 @@ def graph_tokens(
 ) -> list[Figure]:
     """Trees in graphs give the tokens of no speculation, in batches and in mixed traffic.
 
-    Four servers: no speculation first, as the traffic on the second is held against its tokens;
-    trees on Triton last, whose near-ties are the measure of how many there may be.
+    Four servers: no speculation first, as the traffic on the second is held against its tokens, and
+    against what it moves them itself in the same traffic; trees on Triton last, whose near-ties are
+    the measure of how many there may be.
     seconds: of traffic, for a rehearsal; None, as the gate is run: `traffic_seconds`, and less than
         the full ten minutes fails it. longest: of its prompts, in tokens.
     """
@@ -68,6 +71,8 @@ def graph_tokens(
     longest_answer = scale.new_tokens + room_for_aborted(_NODES)
     expected: list[Answer] = []
     traffic: list[Traffic] = []
+    moved: list[float] = []
+    answered = threading.Event()
     broken: list[GateFailure] = []
 
     def then(turn: Turn) -> None:
@@ -81,8 +86,20 @@ def graph_tokens(
                         f"{turn.variant.name}, prompts of traffic: {problem}",
                     )
                 expected.extend(answers)
+            answered.set()
+            moved.append(
+                traffic_rounding(
+                    turn.service,
+                    prompts,
+                    expected,
+                    seconds=lasting,
+                    seed=ctx.seed,
+                    note=turn.note,
+                )
+            )
         elif turn.variant == kernel(_NODES):
-            noise = rounding(turn.asked_of(plain()).answers)
+            while not answered.wait(1.0):  # beside this one, or long ago
+                turn.note("waits for what no speculation says")
             try:
                 traffic.append(
                     run_traffic(
@@ -90,7 +107,7 @@ def graph_tokens(
                         prompts,
                         expected,
                         seconds=lasting,
-                        bounds=tie_bounds(noise, scale.dtype),
+                        bound=0.0,  # it is known when both have ended
                         seed=ctx.seed,
                         nodes=_NODES,
                         note=lambda text: turn.note(f"traffic: {text}"),
@@ -118,8 +135,14 @@ def graph_tokens(
             raise broken[0] from error
         raise
     comparisons, bounds, figures = compared(found, scale=scale)
-    comparisons += [mixed.comparison for mixed in traffic]
-    figures = [*figures_of(comparisons, bounds), *figures]
+    bound = max(tie_bound(max(moved), scale.dtype), *bounds.values())
+    comparisons += [mixed.comparison.judged_by(bound) for mixed in traffic]
+    figures = [
+        *figures_of(comparisons, bounds),
+        *figures,
+        Figure("traffic: rounding, log probability", max(moved), Unit.RATIO),
+        Figure("traffic: gap that is a near-tie, log probability", bound, Unit.RATIO),
+    ]
     for mixed in traffic:
         figures += [
             Figure("seconds of mixed traffic", round(mixed.seconds), Unit.COUNT),

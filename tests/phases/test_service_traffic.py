@@ -19,6 +19,7 @@ from phases.service_traffic import (
     leaks_in,
     mixed_prompts,
     run_traffic,
+    traffic_rounding,
 )
 
 PROMPTS = mixed_prompts(64, 200, 8, 1)
@@ -33,8 +34,29 @@ def traffic(
     server: Any = FakeService(path, "kdtree_mla-trees", 9, faults, 0.0005)
     reference = right.answers(PROMPTS, 26, likely=4)
     return run_traffic(
-        server, PROMPTS, reference, seconds=seconds, bounds={9: 0.01}, seed=1, nodes=9, workers=3
+        server, PROMPTS, reference, seconds=seconds, bound=0.01, seed=1, nodes=9, workers=3
     )
+
+
+def test_rounding_is_measured_in_traffic_of_its_own(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "log"
+    server: Any = FakeService(path, "triton", 1, (), 0.0)
+    reference = server.answers(PROMPTS, 26, likely=4)
+    asked: list[str] = []
+    found = traffic_rounding(
+        server, PROMPTS, reference, seconds=0.3, seed=1, workers=3, note=asked.append
+    )
+    assert found == 0.0
+    assert len(asked) > 3
+    uneven = [
+        dataclasses.replace(
+            one,
+            likely=tuple(((best + 0.07, token), *rest) for (best, token), *rest in one.likely),
+        )
+        for one in reference
+    ]
+    found = traffic_rounding(server, PROMPTS, uneven, seconds=0.3, seed=1, workers=3)
+    assert found == pytest.approx(0.07)
 
 
 def test_prompts_are_ragged_and_share_prefixes() -> None:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from kdtree_engine.errors import ConfigError, UnknownName
-from remote.inventory import LocalHost, SshHost, load_inventory
+from remote.inventory import Inventory, LocalHost, SshHost, load_inventory
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -61,6 +61,76 @@ def test_an_unknown_host_comes_with_the_nearest_names(hosts_file: pathlib.Path) 
     hosts_file.write_text(LAB)
     with pytest.raises(UnknownName, match=r"unknown host 'lap' \(did you mean lab\?\)"):
         load_inventory(hosts_file).host("lap")
+
+
+@pytest.fixture
+def two(hosts_file: pathlib.Path) -> Inventory:
+    """Hosts lab and local, and two groups of them."""
+    more = "  local: {kind: local, root: /srv/kd}\ngroups:\n  all: [lab, local]\n  far: [lab]\n"
+    hosts_file.write_text(LAB + more)
+    return load_inventory(hosts_file)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("local", ["local"]),
+        ("local,lab", ["local", "lab"]),
+        ("all", ["lab", "local"]),
+        ("far,local,all", ["lab", "local"]),
+    ],
+)
+def test_several_hosts_are_named_with_commas_or_by_a_group(
+    two: Inventory, text: str, names: list[str]
+) -> None:
+    assert [host.name for host in two.named(text)] == names
+    assert two.groups == {"all": ("lab", "local"), "far": ("lab",)}
+
+
+@pytest.mark.parametrize("text", ["", "lab,", "lab,,local", "lab local", "lab, local"])
+def test_what_is_neither_host_nor_group_is_named(two: Inventory, text: str) -> None:
+    with pytest.raises(UnknownName, match=r"^unknown host or group "):
+        two.named(text)
+
+
+def test_the_nearest_name_may_be_a_group_s(two: Inventory) -> None:
+    with pytest.raises(UnknownName, match=r"unknown host or group 'fa' \(did you mean far"):
+        two.named("lab,fa")
+
+
+def test_a_group_is_not_one_host(two: Inventory) -> None:
+    with pytest.raises(ConfigError, match=r"all is a group of hosts.* \(name one of lab, local\)"):
+        two.host("all")
+
+
+@pytest.mark.parametrize(
+    ("groups", "line", "fault"),
+    [
+        ("groups: [lab]", 13, "field groups: must be names with hosts for each"),
+        ("groups:", 13, "field groups: must be names with hosts for each"),
+        ("groups:\n  all: lab", 14, "group all: must be a list of one host or more"),
+        ("groups:\n  all: []", 14, "group all: must be a list of one host or more"),
+        ("groups:\n  lab: [lab]", 14, "group lab: is the name of a host already"),
+        ("groups:\n  a,b: [lab]", 14, "group a,b: must be called as a host could be"),
+        ("groups:\n  7: [lab]", 14, "group 7: must be called as a host could be"),
+        (
+            "groups:\n  all:\n  - lab\n  - lap",
+            16,
+            "group all: unknown host 'lap' (did you mean lab?)",
+        ),
+        ("groups:\n  all: [[lab]]", 14, "group all: unknown host '['lab']'"),
+        ("groups:\n  all:\n  - lab\n  - lab", 16, "group all: names host lab twice"),
+        ("groups:\n  all: {a: 1, a: 2}", 14, "group all: 'a' is there twice"),
+        ("groups:\n  all: [lab]\n  all: [lab]", 15, "'all' is there twice, first on line 14"),
+    ],
+)
+def test_a_bad_group_is_named_with_its_line(
+    hosts_file: pathlib.Path, groups: str, line: int, fault: str
+) -> None:
+    hosts_file.write_text(f"{LAB}{groups}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_inventory(hosts_file)
+    assert str(caught.value).startswith(f"hosts.yaml:{line}: {fault}")
 
 
 def test_names_with_spaces_and_quotes_in_paths_are_kept(hosts_file: pathlib.Path) -> None:
@@ -135,6 +205,12 @@ def test_names_with_spaces_and_quotes_in_paths_are_kept(hosts_file: pathlib.Path
             "tensor_parallel: 8\n      environment: [HF_TOKEN=s3cret]",
             13,
             "field service.environment.0: must be the name of a variable, without a value",
+        ),
+        (
+            "tensor_parallel: 8",
+            "tensor_parallel: 8\n      environment: [HF_TOKEN, PYTHONPATH]",
+            13,
+            "field service.environment.1: cannot be PYTHONPATH, which is set to the release's",
         ),
         (
             "tensor_parallel: 8",

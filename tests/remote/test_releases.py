@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import itertools
 import json
 import pathlib
 import sys
+import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from remote import agent
 from remote import releases as client
 from remote.agent import file_digest
 from remote.errors import TransportError
@@ -167,6 +170,34 @@ def test_current_is_switched(host: Releases, root: pathlib.Path) -> None:
     assert host.known()["current"] == "second"
 
 
+@pytest.mark.parametrize("real", [pathlib.Path.mkdir, pathlib.Path.touch])
+def test_a_current_that_is_no_link_is_said_with_what_to_do(
+    host: Releases, root: pathlib.Path, real: Callable[[pathlib.Path], None]
+) -> None:
+    placed(host, root, "first")
+    real(root / "current")
+    what = "folder" if real is pathlib.Path.mkdir else "file"
+    for ask in (host.prepare, host.known, lambda: host.switch("first"), lambda: host.compare({})):
+        with pytest.raises(ReleaseRefused) as caught:
+            ask()
+        assert f"/current: expected a link to a release, got a {what}: move" in str(caught.value)
+        assert str(root) in str(caught.value)
+    (root / "current").rename(root / "elsewhere")
+    assert host.switch("first")["before"] is None
+
+
+def test_where_current_points_nowhere_the_newest_is_the_base(
+    host: Releases, root: pathlib.Path
+) -> None:
+    for name in ("b", "a", "gone"):
+        placed(host, root, name)
+    host.switch("gone")
+    (root / "releases/gone").rename(root / "gone")
+    manifest = {"source/file": {"sha256": file_digest(root / "gone/source/file")}}
+    assert host.prepare()["base"] == "a"
+    assert host.compare(manifest)["new"] == []
+
+
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../x", "-x", "a\nb", "x" * 101])
 def test_a_release_has_a_plain_name(host: Releases, root: pathlib.Path, name: str) -> None:
     host.prepare()
@@ -218,6 +249,29 @@ def test_old_releases_go_and_what_is_needed_stays(host: Releases, root: pathlib.
         host.prune(0)
 
 
+def test_releases_are_counted_and_no_clock_orders_them(
+    host: Releases, root: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is placed a day before the one that it came after. Two are from before the count."""
+    for name in ("z", "y"):
+        placed(host, root, name)
+        path = root / "releases" / name / "release.json"
+        about = json.loads(path.read_text())
+        about.pop("sequence", None)
+        path.write_text(json.dumps(about))
+    for number, name in enumerate(("first", "never", "last", "waiting")):
+        back = f"import time; now = time.time; time.time = lambda: now() - {number + 1} * 86400\n"
+        monkeypatch.setattr(client, "_BOOT", back + _BOOT)
+        placed(host, root, name)
+        if name in ("first", "last"):
+            host.promoted({"release": name, "result": "promoted"})
+    known = host.known()["releases"]
+    assert [one["release"] for one in known] == ["z", "y", "first", "never", "last", "waiting"]
+    assert [one.get("sequence") for one in known] == [None, None, 1, 2, 3, 4]
+    assert host.prepare()["base"] == "waiting"
+    assert host.prune(1) == ["z", "y", "first", "never"]
+
+
 def test_a_prune_that_was_killed_is_taken_up(host: Releases, root: pathlib.Path) -> None:
     for name in ("a", "b"):
         placed(host, root, name)
@@ -247,7 +301,7 @@ def test_one_at_a_time_has_the_lock(host: Releases) -> None:
     host.lock(owner="ann@there", command="kd promote 3", token="one")
     with pytest.raises(ReleaseRefused, match=r"locked by ann@there since \d{4}-.* kd promote 3"):
         host.lock(owner="bob@here", command="kd rollback", token="two")
-    with pytest.raises(ReleaseRefused, match="the lock is ann@there's"):
+    with pytest.raises(ReleaseRefused, match="locked by ann@there since"):
         host.unlock("two")
     holder = host.lock_holder()
     assert holder is not None
@@ -269,6 +323,63 @@ def test_a_lock_is_broken_only_as_it_was_looked_at(host: Releases) -> None:
     assert now is not None
     host.break_lock(now)
     assert host.lock_holder() is None
+
+
+@pytest.mark.parametrize("gives_back", [True, False])
+def test_a_lock_that_is_taken_meanwhile_is_not_removed(
+    root: pathlib.Path, monkeypatch: pytest.MonkeyPatch, gives_back: bool
+) -> None:
+    """Once ann's lock was looked at, somebody breaks it, and bob takes the lock."""
+    agent.lock(str(root), "ann", "x", "one")
+    holder = agent.lock_holder(str(root))["holder"]
+    read_bytes = pathlib.Path.read_bytes
+    looks = 0
+
+    def others() -> None:
+        with contextlib.suppress(agent.Refused):
+            agent.break_lock(str(root), holder["owner"], holder["at"])
+        agent.lock(str(root), "bob", "y", "two")
+
+    other = threading.Thread(target=others)
+
+    def looked_at(path: pathlib.Path) -> bytes:
+        nonlocal looks
+        content = read_bytes(path)
+        if threading.current_thread() is not other:
+            looks += 1
+            if looks == 2:  # the look that is acted on
+                other.start()
+                other.join(0.5)
+        return content
+
+    monkeypatch.setattr(pathlib.Path, "read_bytes", looked_at)
+    if gives_back:
+        agent.unlock(str(root), "one")
+    else:
+        agent.break_lock(str(root), holder["owner"], holder["at"])
+    other.join()
+    now = agent.lock_holder(str(root))["holder"]
+    assert now is not None
+    assert now["owner"] == "bob"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "nonsense", "[]", '{"owner": "ann"}', '{"owner": "a", "command": "x", "at": "y"}']
+)
+def test_a_lock_file_that_was_damaged_is_broken_by_that_name(
+    host: Releases, root: pathlib.Path, text: str
+) -> None:
+    host.prepare()
+    (root / "lock.json").write_text(text)
+    holder = host.lock_holder()
+    assert holder is not None
+    assert holder["owner"] == "damaged"
+    with pytest.raises(ReleaseRefused, match=r"lock\.json is damaged: .* \(.*`kd unlock`"):
+        host.lock(owner="ann", command="x", token="one")
+    with pytest.raises(ReleaseRefused, match=r"lock\.json is damaged"):
+        host.unlock("one")
+    host.break_lock(holder)
+    host.lock(owner="ann", command="x", token="one")
 
 
 def test_a_release_that_half_came_keeps_what_is_wanted(host: Releases, root: pathlib.Path) -> None:
@@ -380,4 +491,4 @@ def test_two_at_once_get_one_lock(root: pathlib.Path) -> None:
 
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         assert sum(pool.map(take, range(6))) == 1
-    assert not list(root.glob(".lock*"))
+    assert [path.name for path in root.glob(".lock*")] == [".lock.guard"]

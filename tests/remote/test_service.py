@@ -14,19 +14,17 @@ from typing import Any
 
 import pytest
 
-from kdtree_engine.errors import ConfigError, MissingError
-from remote import launch
+from kdtree_engine.errors import ConfigError
+from remote import launch, managers
 from remote.errors import TransportError
 from remote.inventory import LocalHost, Service
 from remote.local import LocalTransport
-from remote.releases import Releases
+from remote.releases import ReleaseRefused, Releases
 from remote.service import (
     State,
     Status,
     Supervisor,
     Systemd,
-    _supervisor_status,
-    _systemd_status,
     manager_of,
     service_document,
 )
@@ -56,7 +54,7 @@ time.sleep(600)
 
 @pytest.fixture
 def root(tmp_path: pathlib.Path) -> pathlib.Path:
-    return tmp_path / "a root's"
+    return tmp_path / "a root's#;"
 
 
 @pytest.fixture
@@ -80,6 +78,13 @@ def until(happens: Callable[[], Any], seconds: float) -> None:
     while not happens():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.05)
+
+
+def lives(pid: int) -> bool:
+    try:
+        return ") Z " not in pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def serves(host: Releases, *command: str, **more: Any) -> None:
@@ -158,7 +163,170 @@ def test_a_service_that_is_killed_has_failed(
     assert pid is not None
     os.kill(pid, 9)
     until(lambda: supervisor.status().state is State.FAILED, 10)
-    os.kill(found["child"], 9)
+    assert lives(found["child"])
+    supervisor.stop()
+    assert not lives(found["child"]), "what it had started is ended too"
+
+
+@pytest.mark.slow
+def test_nothing_is_started_beside_what_lives_of_an_earlier_one(
+    supervisor: Supervisor, host: Releases, root: pathlib.Path
+) -> None:
+    supervisor.install()
+    serves(host, PYTHON, "-c", _SERVER)
+    supervisor.start()
+    child = told(root)["child"]
+    pid = supervisor.status().pid
+    assert pid is not None
+    os.kill(pid, 9)
+    until(lambda: supervisor.status().state is State.FAILED, 10)
+    (root / "service/told.json").unlink()
+    supervisor.start()
+    assert not lives(child)
+    told(root)
+    supervisor.stop()
+
+
+Launched = Callable[[], subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def launched(host: Releases, root: pathlib.Path) -> Iterator[Launched]:
+    """Launch the service of `_SERVER` in a session of its own, as a manager does."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def launch_it() -> subprocess.Popen[bytes]:
+        serves(host, PYTHON, "-c", _SERVER)
+        host.put_service("launch.py", pathlib.Path(launch.__file__).read_text())
+        line = [PYTHON, str(root / "service/launch.py")]
+        started.append(subprocess.Popen(line, start_new_session=True, cwd="/"))
+        told(root)
+        return started[-1]
+
+    yield launch_it
+    for one in started:
+        one.kill()
+        one.wait()
+        host.kill_group(one.pid)
+
+
+class TestLeft:
+    """What lives of a service, as `launch.py` noted it, and no manager knows."""
+
+    def test_the_whole_group_of_a_first_process_that_lives(
+        self, host: Releases, launched: Launched
+    ) -> None:
+        assert host.service_left() == []
+        first = launched()
+        assert host.service_left() == host.group_of(first.pid)
+        assert first.pid in host.service_left()
+
+    def test_what_outlived_a_first_process(
+        self,
+        host: Releases,
+        root: pathlib.Path,
+        launched: Launched,
+    ) -> None:
+        first = launched()
+        first.kill()
+        first.wait()
+        child = told(root)["child"]
+        assert host.service_left() == [child]
+        host.end_service_left(kill=True)
+        until(lambda: host.service_left() == [], 10)
+
+    def test_a_number_that_is_another_s_by_now_is_left_alone(
+        self,
+        host: Releases,
+        root: pathlib.Path,
+        launched: Launched,
+    ) -> None:
+        """One that lives was started at another time; one that has died worked elsewhere."""
+        first = launched()
+        note = root / "service/service.pid"
+        noted = json.loads(note.read_text())
+        assert noted["pid"] == first.pid
+        note.write_text(json.dumps({**noted, "started": noted["started"] - 1}))
+        assert host.service_left() == []
+        other = "import subprocess; subprocess.Popen(['sleep', '600'])"
+        daemon = subprocess.Popen([PYTHON, "-c", other], start_new_session=True, cwd="/")
+        daemon.wait()
+        note.write_text(json.dumps({**noted, "pid": daemon.pid}))
+        (sleeps,) = host.group_of(daemon.pid)
+        assert host.service_left() == []
+        os.kill(sleeps, 9)
+
+    @pytest.mark.parametrize("noted", ["", "[]", "{}", '{"pid": 0, "started": 0}', '{"pid": "x"}'])
+    def test_a_note_that_says_nothing_is_of_nobody(self, host: Releases, noted: str) -> None:
+        host.put_service("service.pid", noted)
+        assert host.service_left() == []
+
+
+@pytest.fixture
+def systemd(
+    host: Releases, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Systemd, pathlib.Path]:
+    """A manager beside a systemctl that knows of no process, and its folder of units."""
+    programs, units = tmp_path / "bin", tmp_path / "units"
+    programs.mkdir()
+    units.mkdir()
+    for name, text in (
+        ("systemctl", 'echo "$*" >>"$0.log"; echo ActiveState=failed; echo MainPID=0'),
+        ("sudo", 'shift; exec "$@"'),
+    ):
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setattr(Systemd, "units", str(units))
+    return Systemd(LocalTransport(), host, unit="sglang", python=PYTHON), units
+
+
+class TestSystemd:
+    @pytest.mark.parametrize("act", [Systemd.stop, Systemd.start])
+    def test_what_outlived_its_first_process_is_ended(
+        self,
+        systemd: tuple[Systemd, pathlib.Path],
+        root: pathlib.Path,
+        launched: Launched,
+        act: Callable[[Systemd], None],
+    ) -> None:
+        first = launched()
+        child = told(root)["child"]
+        first.kill()
+        first.wait()
+        assert lives(child)
+        act(systemd[0])
+        assert not lives(child)
+
+    def test_its_own_unit_is_written_again(self, systemd: tuple[Systemd, pathlib.Path]) -> None:
+        manager, units = systemd
+        for _ in range(2):
+            manager.install()
+        assert (units / "sglang.service").read_text().startswith("# Written by kd.")
+
+    @pytest.mark.parametrize("text", ["[Unit]\n", "", "# Written by kdump\n"])
+    def test_another_s_unit_is_refused(
+        self, systemd: tuple[Systemd, pathlib.Path], text: str
+    ) -> None:
+        manager, units = systemd
+        (units / "sglang.service").write_text(text)
+        with pytest.raises(ReleaseRefused, match="is there, and kd has not written it") as caught:
+            manager.install()
+        assert f"{units}/sglang.service" in str(caught.value)
+        assert "name another `unit` in remote/hosts.yaml" in str(caught.value)
+        assert (units / "sglang.service").read_text() == text
+
+    def test_a_unit_that_is_a_link_is_refused(
+        self, systemd: tuple[Systemd, pathlib.Path], tmp_path: pathlib.Path
+    ) -> None:
+        """As a masked one is, and one that was linked from elsewhere."""
+        manager, units = systemd
+        for target in ("/dev/null", str(tmp_path / "nowhere")):
+            (units / "sglang.service").unlink(missing_ok=True)
+            (units / "sglang.service").symlink_to(target)
+            with pytest.raises(ReleaseRefused, match="kd has not written it"):
+                manager.install()
+            assert (units / "sglang.service").is_symlink()
 
 
 @pytest.mark.slow
@@ -167,14 +335,19 @@ def test_a_python_without_supervisor_is_one_line(host: Releases, tmp_path: pathl
     bare.write_text(f'#!/bin/sh\nexec {PYTHON} -S "$@"\n')
     bare.chmod(0o755)
     manager = Supervisor(LocalTransport(), host, unit="sglang", python=str(bare))
-    with pytest.raises(MissingError, match="has no supervisor") as caught:
+    with pytest.raises(ReleaseRefused, match="has no supervisor") as caught:
         manager.install()
-    assert "pip install supervisor" in str(caught.value.remedy)
+    assert "pip install supervisor" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("x" * 120, "root is too long for a socket"), ("100%", "cannot have a percent sign in root")],
+    [
+        ("x" * 120, "root is too long for a socket"),
+        ("100%", "cannot have a percent sign in root"),
+        ("kd #1", "cannot have a space before # or ; in root"),
+        ("kd ;x", "cannot have a space before # or ; in root"),
+    ],
 )
 def test_a_root_that_supervisor_cannot_have_is_refused(
     tmp_path: pathlib.Path, name: str, says: str
@@ -182,6 +355,12 @@ def test_a_root_that_supervisor_cannot_have_is_refused(
     releases = Releases(LocalTransport(), python=PYTHON, root=str(tmp_path / name))
     manager = Supervisor(LocalTransport(), releases, unit="sglang", python=PYTHON)
     with pytest.raises(ConfigError, match=says):
+        manager.install()
+
+
+def test_a_python_that_supervisor_cannot_have_is_refused(host: Releases) -> None:
+    manager = Supervisor(LocalTransport(), host, unit="sglang", python="/opt/my #1/python")
+    with pytest.raises(ConfigError, match="space before # or ; in python: /opt/my #1/python"):
         manager.install()
 
 
@@ -197,7 +376,8 @@ def test_a_root_that_supervisor_cannot_have_is_refused(
     ],
 )
 def test_what_supervisor_says(said: str, status: tuple[State, int | None]) -> None:
-    assert _supervisor_status(said) == Status(*status, said)
+    state, pid = status
+    assert managers.supervisor_status(said) == {"state": state, "pid": pid, "said": said}
 
 
 @pytest.mark.parametrize(
@@ -212,7 +392,8 @@ def test_what_supervisor_says(said: str, status: tuple[State, int | None]) -> No
     ],
 )
 def test_what_systemd_says(said: str, status: Status) -> None:
-    assert _systemd_status(said) == status
+    found = managers.systemd_status(said)
+    assert Status(State(found["state"]), found["pid"], found["said"]) == status
 
 
 @pytest.mark.parametrize("root", ["/srv/kd", '/srv/100% "kd" $HOME\\x'])
@@ -253,13 +434,26 @@ def test_a_promotion_is_one_document() -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["PYTHONPATH", "KDTREE_VERIFY"])
+def test_what_a_promotion_sets_cannot_come_from_the_host(name: str) -> None:
+    wants = SERVICE.model_copy(update={"environment": ("TOKEN", name)})
+    with pytest.raises(ConfigError, match=f"service sglang: {name} is set for the release"):
+        service_document(
+            wants,
+            python="/opt/python",
+            site="/srv/kd/releases/a/site",
+            arguments=(),
+            environment={"KDTREE_VERIFY": "1"},
+        )
+
+
 def test_a_host_without_a_service_is_said_so(host: Releases) -> None:
     bare = LocalHost(name="here", kind="local", root="/tmp/kd")
     with pytest.raises(ConfigError, match="host here has no service"):
         manager_of(LocalTransport(), host, bare, PYTHON)
     for manager, made in (("supervisor", Supervisor), ("systemd", Systemd)):
-        service = SERVICE.model_copy(update={"manager": manager})
-        named = bare.model_copy(update={"service": service})
+        changed = SERVICE.model_copy(update={"manager": manager})
+        named = bare.model_copy(update={"service": changed})
         assert isinstance(manager_of(LocalTransport(), host, named, PYTHON), made)
 
 
@@ -283,6 +477,24 @@ class TestLaunch:
         )
         assert (found["A"], found["TOKEN"], found["FROM_MANAGER"]) == ("1", "s3cr=t $x", "here")
         assert "OTHER" not in found
+
+    @pytest.mark.parametrize("odd", ["\f", "\v", "\x1c", "\x85", "\u2028", "\r"])
+    def test_a_newline_alone_ends_a_value(self, folder: pathlib.Path, odd: str) -> None:
+        path = folder.parent / "secrets.env"
+        path.write_bytes(f"TOKEN=a{odd}b\nOTHER=c\r\nLAST=d".encode())
+        path.chmod(0o600)
+        assert launch.secrets(path) == {"TOKEN": f"a{odd}b", "OTHER": "c", "LAST": "d"}
+
+    def test_a_secret_cannot_be_what_is_set_for_the_release(
+        self, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = folder.parent / "secrets.env"
+        path.write_text("PYTHONPATH=/another/engine\nA=2\n")
+        path.chmod(0o600)
+        for name, given in (("A", {"A": "1"}), ("PYTHONPATH", {})):
+            with pytest.raises(launch.Refused, match=f"{name}: set for the release") as caught:
+                launch.environment({"environment": given, "from_host": [name]}, folder)
+            assert "/another/engine" not in str(caught.value)
 
     def test_a_missing_secret_is_named(self, folder: pathlib.Path) -> None:
         with pytest.raises(launch.Refused, match="KD_NOT_THERE: named for this service"):
@@ -309,6 +521,12 @@ class TestLaunch:
         [
             (None, "No such file"),
             ("no json", "Expecting value"),
+            ([], "service.json: expected an object with command, environment, from_host"),
+            ({"environment": {}, "from_host": []}, "service.json: expected an object with command"),
+            ({"command": [], "environment": {}, "from_host": []}, "a command that is not empty"),
+            ({"command": "id", "environment": {}, "from_host": []}, "expected an object with"),
+            ({"command": [1], "environment": {}, "from_host": []}, "expected texts in command"),
+            ({"command": ["/x\0"], "environment": {}, "from_host": []}, "embedded null byte"),
             ({"command": ["/not/there"], "environment": {}, "from_host": []}, "No such file"),
         ],
     )

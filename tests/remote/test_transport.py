@@ -147,6 +147,24 @@ def test_a_time_limit_ends_the_whole_process_group(host: Transport, tmp_path: pa
         assert _ends(pid)
 
 
+def test_a_time_limit_ends_sessions_of_their_own_too(
+    host: Transport, tmp_path: pathlib.Path
+) -> None:
+    """One below the other, each deaf to SIGTERM; the name of one looks like the end of a name."""
+    pids = tmp_path / "pids"
+    odd = tmp_path / "x) S 1 ("
+    odd.symlink_to("/bin/sh")
+    inner = f"trap '' TERM; echo $$ >> {pids}; sleep 300; sleep 300"
+    outer = f"trap '' TERM; echo $$ >> {pids}; setsid sh -c \"$1\" & sleep 300; sleep 300"
+    program = f"trap '' TERM; setsid '{odd}' -c \"$1\" sh \"$2\" & sleep 300; sleep 300"
+    with pytest.raises(CommandTimeout):
+        host.run(["sh", "-c", program, "sh", outer, inner], timeout=2.0)
+    started = [int(line) for line in pids.read_text().split()]
+    assert len(started) == 2
+    for pid in started:
+        assert _ends(pid)
+
+
 def test_a_command_may_clean_up_after_its_time_limit(
     host: Transport, tmp_path: pathlib.Path
 ) -> None:

@@ -1,0 +1,278 @@
+"""How a service is started, looked at and ended on the host that this runs on.
+
+It is sent there like `remote.agent`, and needs Python 3.9 and its standard library alone. What the
+managers are configured with is made by `remote.service`.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from remote import agent
+
+_LIMIT_S = 30.0
+_STOP_LIMIT_S = 120.0
+_GRACE_S = 10.0
+
+RUNNING, STOPPED, FAILED = "running", "stopped", "failed"
+"""Its process lives; it was ended, or never started; it ended by itself, or could not start."""
+
+
+def manager_of(root: str, about: dict[str, Any]) -> Supervisor | Systemd:
+    """about: kind (`supervisor` or `systemd`), unit, and python: whose supervisor it is.
+
+    units: the folder of systemd's unit files.
+    """
+    unit, python = str(about["unit"]), str(about.get("python") or sys.executable)
+    if about["kind"] == "systemd":
+        return Systemd(root, unit, python, pathlib.Path(about["units"]))
+    return Supervisor(root, unit, python)
+
+
+class _OfHost:
+    """One unit of this host."""
+
+    def __init__(self, root: str, unit: str, python: str) -> None:
+        self._folder = pathlib.Path(root).expanduser() / "service"
+        self._root = root
+        self._unit = unit
+        self._python = str(pathlib.Path(python).expanduser())
+
+    def status(self) -> dict[str, Any]:
+        """state, pid (of the first process; None where none runs) and said."""
+        raise NotImplementedError
+
+    def _end_group(self, leader: int) -> None:
+        """Until no process of the group or session of `leader` lives.
+
+        A manager waits for the first process alone. One that ignores being asked to end outlives
+        it, and holds its GPU memory: it is killed after a moment.
+        """
+        _wait_until_gone(
+            lambda: agent.group_of(self._root, leader)["processes"],
+            lambda: agent.kill_group(self._root, leader),
+        )
+
+    def _end_left(self) -> None:
+        """End what lives of the service that was started last. The manager may know none of it."""
+        if agent.service_left(self._root)["processes"]:
+            agent.end_service_left(self._root, kill=False)
+            _wait_until_gone(
+                lambda: agent.service_left(self._root)["processes"],
+                lambda: agent.end_service_left(self._root, kill=True),
+            )
+
+
+class Supervisor(_OfHost):
+    """supervisord, one of kd's own under the root: for hosts without systemd (containers)."""
+
+    def install(self) -> None:
+        """Let it know the unit of `supervisord.conf`. A service that runs is left alone."""
+        if self._control("pid", check=False) is None:
+            done = _run(
+                [self._python, "-m", "supervisor.supervisord", "-c", str(self._conf)], _LIMIT_S
+            )
+            if done.returncode:
+                raise agent.Refused(f"supervisord does not start: {_last(done)}")
+        else:
+            self._control("reread")
+            self._control("add", self._unit, check=False)  # it may be there
+
+    def start(self) -> None:
+        """Start what `service.json` says now, once nothing lives of what was started before.
+
+        Refused where it ends at once.
+        """
+        if self.status()["state"] != RUNNING:
+            self._end_left()
+        # Read anew, now that nothing runs by what it said before: `update` would end what runs.
+        self._control("reread")
+        self._control("remove", self._unit, check=False)
+        self._control("add", self._unit)
+        self._control("start", self._unit)
+
+    def stop(self) -> None:
+        """End it, with every process of its group."""
+        before = self.status()
+        if before["state"] == RUNNING:
+            self._control("stop", self._unit, limit_s=_STOP_LIMIT_S)
+        if before["pid"] is not None:
+            self._end_group(before["pid"])
+        self._end_left()
+
+    def status(self) -> dict[str, Any]:
+        """state, pid and said."""
+        return supervisor_status(self._control("status", self._unit, check=False) or "")
+
+    @property
+    def _conf(self) -> pathlib.Path:
+        return self._folder / "supervisord.conf"
+
+    def _control(self, *words: str, check: bool = True, limit_s: float = _LIMIT_S) -> str | None:
+        """What supervisorctl says; None where no supervisord answers."""
+        done = _run(
+            [self._python, "-m", "supervisor.supervisorctl", "-c", str(self._conf), *words], limit_s
+        )
+        said = done.stdout.strip()
+        if "No module named" in done.stderr and "supervisor" in done.stderr:
+            raise agent.Refused(
+                f"{self._python} has no supervisor; on that host: "
+                f"{self._python} -m pip install supervisor"
+            )
+        if "no such file" in said or "refused connection" in said:
+            if check:
+                raise agent.Refused("no supervisord runs for kd")
+            return None
+        if check and ("ERROR" in said or done.returncode not in (0, 3)):
+            raise agent.Refused(f"supervisor: {said.splitlines()[-1] if said else _last(done)}")
+        return said
+
+
+class Systemd(_OfHost):
+    """A unit of this host's systemd, which `sudo -n` or root may change."""
+
+    def __init__(self, root: str, unit: str, python: str, units: pathlib.Path) -> None:
+        super().__init__(root, unit, python)
+        self._units = units
+
+    def install(self) -> None:
+        """Let it know the unit file that lies in the service's folder."""
+        name = f"{self._unit}.service"
+        there = self._units / name
+        self._refuse_another_s(there)
+        self._as_root("install", "-m", "644", str(self._folder / name), str(there))
+        self._as_root("systemctl", "daemon-reload")
+
+    def start(self) -> None:
+        """Start what `service.json` says now, once nothing lives of what was started before.
+
+        Refused where it ends at once.
+        """
+        if self.status()["state"] != RUNNING:
+            self._end_left()
+        self._as_root("systemctl", "start", self._unit)
+
+    def stop(self) -> None:
+        """End it, with every process of its group."""
+        before = self.status()
+        self._as_root("systemctl", "stop", self._unit, limit_s=_STOP_LIMIT_S)
+        if before["pid"] is not None:
+            self._end_group(before["pid"])
+        self._end_left()
+
+    def status(self) -> dict[str, Any]:
+        """state, pid and said."""
+        done = _run(
+            ["systemctl", "show", self._unit, "--property=ActiveState,MainPID,Result"], _LIMIT_S
+        )
+        return systemd_status(done.stdout)
+
+    def _refuse_another_s(self, path: pathlib.Path) -> None:
+        """Refused for a unit that kd has not written, or a link in its place."""
+        try:
+            mine = not path.is_symlink() and path.read_bytes().startswith(WRITTEN_BY.encode())
+        except FileNotFoundError:
+            return
+        except OSError:
+            mine = False
+        if not mine:
+            raise agent.Refused(
+                f"{path} is there, and kd has not written it: it is no file that begins with "
+                f"`{WRITTEN_BY}`: name another `unit` in remote/hosts.yaml, or remove that one"
+            )
+
+    def _as_root(self, *words: str, limit_s: float = _LIMIT_S) -> None:
+        """As root; sudo never asks."""
+        line = [*(() if os.geteuid() == 0 else ("sudo", "-n")), *words]
+        done = _run(line, limit_s)
+        if done.returncode:
+            raise agent.Refused(f"`{' '.join(line)}` failed: {_last(done)}")
+
+
+WRITTEN_BY = "# Written by kd."
+"""How a unit begins that may be overwritten."""
+_SUPERVISOR_STATES = {
+    "RUNNING": RUNNING,
+    "STARTING": RUNNING,
+    "STOPPING": RUNNING,
+    "STOPPED": STOPPED,
+}
+_SYSTEMD_STATES = {
+    "active": RUNNING,
+    "activating": RUNNING,
+    "deactivating": RUNNING,
+    "reloading": RUNNING,
+    "inactive": STOPPED,
+}
+
+
+def supervisor_status(said: str) -> dict[str, Any]:
+    """Of a line such as `sglang   RUNNING   pid 12, uptime 0:00:03`."""
+    words = said.split(None, 2)
+    if len(words) < 2:
+        return {"state": STOPPED, "pid": None, "said": said}
+    found = re.search(r"\bpid (\d+)", said)
+    return {
+        "state": _SUPERVISOR_STATES.get(words[1], FAILED),
+        "pid": int(found.group(1)) if found else None,
+        "said": said,
+    }
+
+
+def systemd_status(said: str) -> dict[str, Any]:
+    """Of lines such as `ActiveState=active`."""
+    found = dict(line.partition("=")[::2] for line in said.splitlines() if "=" in line)
+    pid = int(found.get("MainPID") or 0)
+    return {
+        "state": _SYSTEMD_STATES.get(found.get("ActiveState", ""), FAILED),
+        "pid": pid or None,
+        "said": found.get("Result", ""),
+    }
+
+
+def _wait_until_gone(living: Callable[[], list[int]], kill: Callable[[], Any]) -> None:
+    """Until `living` finds no process; those that take longer than a moment are killed.
+
+    Refused where one stays.
+    """
+    for last in (False, True):
+        if last:
+            kill()
+        deadline = time.monotonic() + _GRACE_S
+        while True:
+            left = living()
+            if not left:
+                return
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+    raise agent.Refused(
+        f"{len(left)} processes of the service outlived its stop: {', '.join(map(str, left[:5]))}"
+    )
+
+
+def _run(line: list[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            line,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=limit_s,
+        )
+    except subprocess.TimeoutExpired:
+        raise agent.Refused(f"`{' '.join(line)}` did not end within {limit_s:g} s") from None
+
+
+def _last(done: subprocess.CompletedProcess[str]) -> str:
+    lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+    return lines[-1] if lines else f"exit code {done.returncode}"

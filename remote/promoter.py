@@ -1,0 +1,485 @@
+"""What changes the live service of the host that it runs on: to another release, and back.
+
+It is sent there like `remote.agent` and runs as a job, so that a connection that breaks leaves no
+service half changed. It needs Python 3.9 and its standard library alone. Each line that it prints
+is JSON, `{"step": NAME, "text": ...}`; the last one has `result` as well:
+
+    promoted   what was asked for is live
+    restored   it was not fit, and what was live before is live again
+    stopped    it was not fit, and nothing was live before
+    down       it was not fit, and what was live before does not serve either
+    recorded   the tokens that releases are held against are written
+    refused    nothing was changed
+
+What is live is what the promotion log says last. `current` and `service.json` follow it: whoever
+is killed in between leaves them behind, and the next promotion starts from the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+from remote import agent, managers
+
+_GPU_LIMIT_S = 90.0
+_GPU_LEFT = 0.03
+"""Of a GPU's memory: what drivers keep while nobody uses it, and more."""
+_ASKS = 4
+"""How often the tokens are asked for while a service must stay well."""
+
+# Nothing but this machine can be reached at 127.0.0.1, whatever the environment says of proxies.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class Unfit(Exception):
+    """What was started does not serve as it should; one line."""
+
+
+class Cancelled(BaseException):
+    """Somebody asks for the state before."""
+
+
+class Promoter:
+    """One change of the live service.
+
+    request: root, manager (of `managers.manager_of`), port, health (the inventory's), gpu (whether
+    the service has one), by, command, token (of the lock), keep, new_tokens, checks.
+    checks: of each prompt `prompt`, `tokens` that must follow, and `others`: {step: tokens} that
+    may stand there instead, after which nothing is compared, as what follows is another text.
+    """
+
+    def __init__(self, request: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
+        self._root = str(request["root"])
+        self._request = request
+        self._health = request["health"]
+        self._port = int(request["port"])
+        self._say = say
+        self._manager = managers.manager_of(self._root, request["manager"])
+        self._log = pathlib.Path(self._root).expanduser() / "service" / "service.log"
+        self._log_start = 0
+
+    def activate(self, target: dict[str, Any], *, back: bool) -> dict[str, Any]:
+        """Make `target` live, or what was before live again.
+
+        target: release (None for stock SGLang), phase, name, service (what `service.json` says).
+        back: it was live once, and what came after it no longer counts.
+        """
+        live = agent.promotions(self._root)["live"]
+        self._audit("begins", live, target)
+        try:
+            self._stop()
+            why = self._try(target)
+            _ignore_signals()
+            if why is None:
+                if self._request["what"] != "restart":
+                    entry = {**target, "result": "promoted", "back": back}
+                    agent.promoted(self._root, {**entry, "by": self._request["by"]})
+                    self._prune()
+                return self._ends("promoted", f"{target['name']} is live", live, target)
+        except Cancelled:
+            why = "cancelled"
+        except (Unfit, agent.Refused, OSError) as error:
+            why = str(error)
+        return self._restore(why, live, target)
+
+    def _prune(self) -> None:
+        """Remove old releases; what cannot be removed is no reason to take anything back."""
+        try:
+            removed = agent.prune(self._root, int(self._request["keep"]))["removed"]
+        except (agent.Refused, OSError) as error:
+            self._step("prunes", f"old releases stay: {error}")
+            return
+        if removed:
+            self._step("prunes", f"removed {', '.join(removed)}")
+
+    def record(self, target: dict[str, Any], prompts: list[list[int]]) -> dict[str, Any]:
+        """Ask a server that does nothing but plain decoding, and write down what it says.
+
+        What was live before is live again afterwards.
+        """
+        live = agent.promotions(self._root)["live"]
+        self._audit("begins", live, target)
+        found: dict[str, Any] | None = None
+        why = "cancelled"
+        try:
+            self._stop()
+            self._start(target)
+            self._step("asks", f"{len(prompts)} prompts, alone and together")
+            alone = [self._ask([prompt], likely=True)[0] for prompt in prompts]
+            together = self._ask(prompts, likely=True)
+            found = {
+                "model": agent.model_of(self._root, self._request["model"]),
+                "prompts": prompts,
+                "new_tokens": self._request["new_tokens"],
+                "alone": alone,
+                "together": together,
+                "server": self._server_info(),
+                "at": time.time(),
+                "by": self._request["by"],
+            }
+        except Cancelled:
+            pass
+        except (Unfit, agent.Refused, OSError) as error:
+            why = str(error)
+        _ignore_signals()
+        if found is None:
+            return self._restore(why, live, target)
+        agent.put_tokens(self._root, found)
+        back = self._bring_back(live)
+        if back is not None:
+            return self._ends("down", f"the tokens are written, but {back}", live, target)
+        return self._ends("recorded", "the tokens are written", live, target)
+
+    def _try(self, target: dict[str, Any]) -> str | None:
+        """Start it and hold it against everything; None where it is fit, else why it is not.
+
+        One that is not fit is marked bad, if it is a release; a host without room is not its fault.
+        """
+        try:
+            self._start(target)
+            self._check("tokens")
+            self._sustain()
+        except Unfit as error:
+            if target["release"] is not None and self._request["what"] == "promote":
+                agent.mark_bad(self._root, target["release"], str(error))
+            return str(error)
+        return None
+
+    def _restore(
+        self, why: str, live: dict[str, Any] | None, target: dict[str, Any]
+    ) -> dict[str, Any]:
+        _ignore_signals()
+        self._step("restores", why)
+        back = self._bring_back(live)
+        name = target["name"]
+        if back is not None:
+            return self._ends("down", f"{name}: {why}; and {back}", live, target)
+        if live is None:
+            text = f"{name}: {why}; stopped, as nothing was live before"
+            return self._ends("stopped", text, live, target)
+        text = f"{name}: {why}; {live.get('name', 'what was before')} serves again"
+        return self._ends("restored", text, live, target)
+
+    def _bring_back(self, live: dict[str, Any] | None) -> str | None:
+        """Let what was live serve again, or nothing where nothing did; why that failed."""
+        try:
+            self._stop(strict=False)
+            if live is None:
+                agent.remove_service(self._root)
+                return None
+            self._start(live)
+            self._check("tokens")
+        except (Unfit, agent.Refused, OSError) as error:
+            return f"what was live before does not serve: {error}"
+        return None
+
+    def _stop(self, *, strict: bool = True) -> None:
+        """strict: whether memory that somebody else holds is a reason to go no further."""
+        self._step("stops", "the service and every process of its group")
+        self._manager.stop()
+        taken = _listens(self._port)
+        deadline = time.monotonic() + 10
+        while taken and time.monotonic() < deadline:
+            time.sleep(0.2)
+            taken = _listens(self._port)
+        if taken:
+            raise agent.Refused(
+                f"port {self._port} is held by something that kd does not manage: end that, or "
+                f"choose another port in remote/hosts.yaml"
+            )
+        if self._request["gpu"]:
+            self._wait_for_gpus(strict)
+
+    def _wait_for_gpus(self, strict: bool) -> None:
+        """Until the memory of the GPUs is really free: a process that is gone may still hold it."""
+        deadline = time.monotonic() + _GPU_LIMIT_S
+        while True:
+            held = gpus_held()
+            if held is None:
+                self._step("gpus", "nvidia-smi says nothing, so that nobody knows who holds memory")
+                return
+            if not held:
+                return
+            if time.monotonic() > deadline:
+                why = f"the service has ended, and GPU memory is still held: {', '.join(held)}"
+                if strict:
+                    raise agent.Refused(why)
+                self._step("gpus", why)
+                return
+            time.sleep(1.0)
+
+    def _start(self, target: dict[str, Any]) -> None:
+        """Start it, and wait until it is healthy: as long as it lives and its log grows."""
+        self._step("starts", str(target["name"]))
+        agent.put_service(self._root, "service.json", json.dumps(target["service"], indent=1))
+        if target["release"] is None:
+            agent.no_release(self._root)
+        else:
+            agent.switch(self._root, target["release"])
+        with contextlib.suppress(FileNotFoundError):
+            self._log_start = self._log.stat().st_size
+        try:
+            self._manager.start()
+        except agent.Refused as error:
+            raise Unfit(f"it does not start: {error}{self._last_words()}") from None
+        begun = grown = time.monotonic()
+        size, told = -1, begun
+        while True:
+            self._lives()
+            if self._healthy():
+                self._step("healthy", f"after {time.monotonic() - begun:.0f} s")
+                return
+            now = time.monotonic()
+            with contextlib.suppress(FileNotFoundError):
+                if self._log.stat().st_size != size:
+                    size, grown = self._log.stat().st_size, now
+            if now - grown > self._health["stalled_log_s"]:
+                raise Unfit(
+                    f"not healthy, and its log has stood still for "
+                    f"{self._health['stalled_log_s']:g} s{self._last_words()}"
+                )
+            if now - begun > self._health["start_ceiling_s"]:
+                raise Unfit(
+                    f"not healthy after {self._health['start_ceiling_s']:g} s{self._last_words()}"
+                )
+            if now - told > 30:
+                told = now
+                self._step("waits", f"{now - begun:.0f} s; its log: {self._last_words('')[:160]}")
+            # A small model is up in seconds, and a large one need not be asked so often.
+            time.sleep(min(self._health["poll_s"], 1.0 if now - begun < 60 else 60.0))
+
+    def _sustain(self) -> None:
+        seconds = float(self._health["sustain_s"])
+        self._step("sustains", f"must stay well for {seconds:g} s")
+        begun = asked = time.monotonic()
+        while True:
+            left = begun + seconds - time.monotonic()
+            if left <= 0:
+                break
+            time.sleep(min(left, self._health["poll_s"]))
+            self._lives()
+            if not self._healthy():
+                raise Unfit(f"it was healthy, and is not any more{self._last_words()}")
+            if time.monotonic() - asked > seconds / _ASKS:
+                asked = time.monotonic()
+                self._check("tokens again")
+        self._check("tokens at the end")
+
+    def _lives(self) -> None:
+        status = self._manager.status()
+        if status["state"] != managers.RUNNING:
+            raise Unfit(f"its process has ended{self._last_words()}")
+
+    def _healthy(self) -> bool:
+        try:
+            with _DIRECT.open(f"http://127.0.0.1:{self._port}/health", timeout=10) as answer:
+                return bool(answer.status == 200)
+        except (OSError, http.client.HTTPException):
+            return False
+
+    def _check(self, what: str) -> None:
+        """Whether the tokens after each prompt are those that were recorded."""
+        checks = self._request["checks"]
+        self._step("asks", f"{what}: {len(checks)} prompts of {self._request['new_tokens']} tokens")
+        answers = self._ask([check["prompt"] for check in checks])
+        for number, check in enumerate(checks):
+            fault = difference(check, answers[number]["tokens"])
+            if fault is not None:
+                raise Unfit(f"other tokens than recorded: prompt {number}, {fault}")
+
+    def _ask(self, prompts: list[list[int]], likely: bool = False) -> list[dict[str, Any]]:
+        """tokens after each prompt, greedily; `likely`: the likeliest ones of each step as well."""
+        body: dict[str, Any] = {
+            "input_ids": prompts,
+            "sampling_params": {
+                "temperature": 0.0,
+                "max_new_tokens": self._request["new_tokens"],
+                "ignore_eos": True,
+            },
+        }
+        if likely:
+            body.update(return_logprob=True, top_logprobs_num=4, logprob_start_len=-1)
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._port}/generate",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        try:
+            with _DIRECT.open(request, timeout=self._health["answer_s"]) as answer:
+                said = json.load(answer)
+        except urllib.error.HTTPError as error:
+            with error:
+                text = " ".join(error.read(300).decode("utf-8", "replace").split())
+            raise Unfit(f"it does not generate: HTTP {error.code} {text}") from None
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise Unfit(f"it does not generate: {error}{self._last_words()}") from None
+        try:
+            if len(said) != len(prompts):
+                raise ValueError(f"{len(said)} answers to {len(prompts)} prompts")
+            return [_answer(one, likely) for one in said]
+        except (KeyError, TypeError, ValueError) as error:
+            raise Unfit(f"it does not generate as SGLang does: {error!r}") from None
+
+    def _server_info(self) -> dict[str, Any]:
+        """What the server says of itself: its release, model, dtype."""
+        wanted = ("version", "model_path", "dtype", "attention_backend", "kv_cache_dtype")
+        for path in ("/server_info", "/get_server_info"):
+            with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
+                with _DIRECT.open(f"http://127.0.0.1:{self._port}{path}", timeout=30) as answer:
+                    said = json.load(answer)
+                if isinstance(said, dict):
+                    return {name: said[name] for name in wanted if name in said}
+        return {}
+
+    def _last_words(self, before: str = "; its log ends: ") -> str:
+        """The last line that the service printed since it was started."""
+        try:
+            with self._log.open("rb") as printed:
+                end = printed.seek(0, 2)
+                start = self._log_start if self._log_start <= end else 0  # it was begun anew
+                printed.seek(max(start, end - 8192))
+                text = printed.read().decode("utf-8", "replace")
+        except OSError:
+            return ""
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return before + lines[-1][:300] if lines else ""
+
+    def _step(self, step: str, text: str) -> None:
+        self._say({"step": step, "text": text})
+
+    def _ends(
+        self, result: str, text: str, live: dict[str, Any] | None, target: dict[str, Any]
+    ) -> dict[str, Any]:
+        self._audit(result, live, target, text)
+        return {"step": "ends", "result": result, "text": text}
+
+    def _audit(
+        self, result: str, live: dict[str, Any] | None, target: dict[str, Any], text: str = ""
+    ) -> None:
+        agent.audit(
+            self._root,
+            {
+                "did": self._request["what"],
+                "by": self._request["by"],
+                "command": self._request["command"],
+                "from": None if live is None else live.get("name"),
+                "to": target["name"],
+                "release": target["release"],
+                "result": result,
+                "text": text,
+                **({"forced": self._request["forced"]} if self._request.get("forced") else {}),
+            },
+        )
+
+
+def difference(check: dict[str, Any], tokens: list[int]) -> str | None:
+    """Where `tokens` part from what a check wants, if not by a near-tie; None where they do not."""
+    wanted = check["tokens"]
+    if len(tokens) != len(wanted):
+        return f"{len(tokens)} tokens instead of {len(wanted)}"
+    for step, right in enumerate(wanted):
+        if tokens[step] != right:
+            if tokens[step] in check["others"].get(str(step), []):
+                return None
+            return f"token {step}: {tokens[step]} instead of {right}"
+    return None
+
+
+def gpus_held() -> list[str] | None:
+    """GPUs whose memory is held by what nvidia-smi does not name; None where it says nothing."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    ask = [program, "--format=csv,noheader,nounits"]
+    try:
+        gpus, users = (
+            subprocess.run(
+                [*ask, query], capture_output=True, text=True, check=True, timeout=30
+            ).stdout
+            for query in (
+                "--query-gpu=uuid,index,memory.used,memory.total",
+                "--query-compute-apps=gpu_uuid,used_memory",
+            )
+        )
+        named: dict[str, float] = {}
+        for line in users.splitlines():
+            gpu, _, used = line.partition(",")
+            with contextlib.suppress(ValueError):  # "[N/A]", where it may not be told
+                named[gpu.strip()] = named.get(gpu.strip(), 0.0) + float(used)
+        held = []
+        for line in gpus.splitlines():
+            gpu, index, used, total = (part.strip() for part in line.split(","))
+            if float(used) - named.get(gpu, 0.0) > _GPU_LEFT * float(total):
+                held.append(f"{used} MiB of GPU {index}")
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return held
+
+
+def _answer(said: dict[str, Any], likely: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {"tokens": [int(token) for token in said["output_ids"]]}
+    if likely:
+        steps = said["meta_info"]["output_top_logprobs"][-len(found["tokens"]) :]
+        found["likely"] = [[[float(one[0]), int(one[1])] for one in step] for step in steps]
+        if len(found["likely"]) != len(found["tokens"]):
+            raise ValueError("too few log probabilities")
+    return found
+
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def _ignore_signals() -> None:
+    """From here on nobody ends this halfway: what is live is written down, or put back."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=2).close()
+    except OSError:
+        return False
+    return True
+
+
+def main(request: dict[str, Any]) -> int:
+    """Do what is asked, and give the lock back. 0 where that is how it is now."""
+
+    def say(line: dict[str, Any]) -> None:
+        # Whoever reads may be gone; what is under way goes on.
+        with contextlib.suppress(OSError):
+            print(json.dumps({**line, "at": time.time()}), flush=True)
+
+    def cancel(number: int, frame: object) -> None:
+        _ignore_signals()
+        raise Cancelled
+
+    for number in _SIGNALS:
+        signal.signal(number, cancel)
+    promoter = Promoter(request, say)
+    try:
+        if request["what"] == "record":
+            ends = promoter.record(request["target"], request["prompts"])
+        else:
+            ends = promoter.activate(request["target"], back=request["what"] == "rollback")
+    except (Cancelled, agent.Refused, OSError) as error:
+        ends = {"step": "ends", "result": "refused", "text": str(error) or "cancelled"}
+    try:
+        agent.unlock(request["root"], request["token"])
+    except (agent.Refused, OSError) as error:
+        say({"step": "lock", "text": str(error)})
+    say(ends)
+    return 0 if ends["result"] in ("promoted", "recorded") else 1

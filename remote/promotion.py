@@ -1,0 +1,257 @@
+"""The live service of a host, from here: what is live, and its change to something else.
+
+What is done, `remote.promoter` does on the host as a job. So a connection that breaks, or this
+machine, may go away in between: the host ends what it has begun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import getpass
+import json
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kdtree_engine.errors import ConfigError
+from remote.errors import TransportError
+from remote.inventory import Host, Service
+from remote.jobs import follow, new_job_name
+from remote.releases import ReleaseRefused, Releases
+from remote.service import Manager, manager_of, service_document
+from remote.transport import Transport
+
+__all__ = ["LiveService", "Outcome", "Target"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What is to be live. release, phase: None for SGLang as it is, without kd's engine."""
+
+    release: str | None
+    phase: int | None
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        if self.release is None:
+            return "stock SGLang"
+        return f"phase {self.phase} of {self.release}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a change ended: see `remote.promoter`."""
+
+    result: str
+    text: str
+    job: str
+
+    @property
+    def done(self) -> bool:
+        return self.result in ("promoted", "recorded")
+
+
+class LiveService:
+    """The service of one host."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        releases: Releases,
+        host: Host,
+        *,
+        python: str,
+        manager_python: str | None = None,
+    ) -> None:
+        """Raises ConfigError for a host without a service.
+
+        python: path of the host's Python that has SGLang. manager_python: of the one that has
+        supervisor, if it is another.
+        """
+        if host.service is None:
+            raise ConfigError(
+                f"host {host.name} has no service", remedy="give it one in remote/hosts.yaml"
+            )
+        self._host = host
+        self._service: Service = host.service
+        self._python = python
+        self.transport = transport
+        self.releases = releases
+        self.manager: Manager = manager_of(transport, releases, host, manager_python or python)
+
+    def model(self) -> dict[str, Any]:
+        """The model that the inventory names, as it lies on the host."""
+        return self.releases.model_of(self._service.model_path)
+
+    def entry(self, target: Target) -> dict[str, Any]:
+        """What the promotion log says of it, and all that is needed to start it again."""
+        root = self.releases.prepare()["root"]
+        site = "" if target.release is None else f"{root}/releases/{target.release}/site"
+        return {
+            "release": target.release,
+            "phase": target.phase,
+            "name": target.name,
+            "service": service_document(
+                self._service,
+                python=self._python,
+                site=site,
+                arguments=target.arguments,
+                environment=target.environment,
+            ),
+        }
+
+    def promote(
+        self,
+        target: Target,
+        checks: Sequence[Mapping[str, Any]],
+        *,
+        command: str,
+        note: Callable[[str], None],
+        forced: Mapping[str, Any] | None = None,
+    ) -> Outcome:
+        """Make it live, or leave live what is. checks: of `phases.recorded`.
+
+        forced: what was promoted in spite of, and why; the host's audit log keeps it.
+        """
+        entry = self.entry(target)
+        return self._change("promote", entry, checks, command=command, note=note, forced=forced)
+
+    def again(
+        self,
+        what: str,
+        entry: Mapping[str, Any],
+        checks: Sequence[Mapping[str, Any]],
+        *,
+        command: str,
+        note: Callable[[str], None],
+    ) -> Outcome:
+        """`rollback` to an entry of the promotion log, or `restart` what is live."""
+        kept = {name: entry[name] for name in ("release", "phase", "name", "service")}
+        return self._change(what, kept, checks, command=command, note=note)
+
+    def record(
+        self,
+        arguments: Sequence[str],
+        prompts: Sequence[Sequence[int]],
+        *,
+        command: str,
+        note: Callable[[str], None],
+    ) -> Outcome:
+        """Write down what SGLang without kd and speculation says. arguments: all of them."""
+        entry = {
+            "release": None,
+            "phase": None,
+            "name": "plain decoding",
+            "service": {
+                "command": [self._python, "-m", "sglang.launch_server", *arguments],
+                "environment": {"PYTHONPATH": ""},
+                "from_host": list(self._service.environment),
+            },
+        }
+        checks = self.checks_of_live
+        return self._change("record", entry, checks, command=command, note=note, prompts=prompts)
+
+    checks_of_live: Sequence[Mapping[str, Any]] = ()
+    """What a service that a recording has interrupted is held against when it is back."""
+
+    def _change(
+        self,
+        what: str,
+        target: Mapping[str, Any],
+        checks: Sequence[Mapping[str, Any]],
+        *,
+        command: str,
+        note: Callable[[str], None],
+        forced: Mapping[str, Any] | None = None,
+        prompts: Sequence[Sequence[int]] = (),
+    ) -> Outcome:
+        by = f"{getpass.getuser()}@{socket.gethostname()}"
+        token, job = secrets.token_hex(16), new_job_name(what)
+        health = self._host.health
+        asked = checks[0]["tokens"] if checks else ()
+        request = {
+            "what": what,
+            "target": target,
+            "manager": self.manager.about,
+            "port": self._service.port,
+            "health": health.model_dump(),
+            "gpu": self._host.cuda_arch is not None,
+            "model": self._service.model_path,
+            "keep": self._host.keep,
+            "by": by,
+            "command": command,
+            "forced": forced,
+            "token": token,
+            "checks": list(checks),
+            "prompts": list(prompts),
+            "new_tokens": len(asked) or health.new_tokens,
+        }
+        self.releases.prepare()
+        try:
+            self.releases.lock(owner=by, command=f"{command} ({job})", token=token)
+            self.manager.install()
+            self.releases.start_promoter(job, request)
+        except BaseException:
+            # The answer may be lost and the job begun: it has the token then, and ends as it can.
+            if not self._begun(job):
+                self._unlock(token)
+            raise
+        return self._follow(job, note)
+
+    def _begun(self, job: str) -> bool:
+        try:
+            self.releases.look_at_job(job)
+        except ReleaseRefused:
+            return False
+        except TransportError:
+            return True
+        return True
+
+    def _unlock(self, token: str) -> None:
+        with contextlib.suppress(TransportError):  # what went wrong before is what is told
+            self.releases.unlock(token)
+
+    def _follow(self, job: str, note: Callable[[str], None]) -> Outcome:
+        ends: dict[str, Any] = {}
+        other: list[str] = []
+
+        def said(line: str) -> None:
+            try:
+                found = json.loads(line)
+                note(f"{found['step']}: {found['text']}")
+            except (ValueError, KeyError, TypeError):
+                other.append(line)
+                return
+            ends.update(found)
+
+        asked = False
+        while True:
+            try:
+                follow(self.releases, job, said)
+                break
+            except KeyboardInterrupt:
+                if asked:
+                    note(f"left to the host, where it goes on: kd status --host {self._host.name}")
+                    raise
+                asked = True
+                note("the host is asked to put back what was live; once more leaves it alone")
+                self.releases.end_job(job)
+                ends.clear()
+            except TransportError as error:
+                raise TransportError(
+                    f"{error.problem}; what was begun there goes on",
+                    remedy=f"kd status --host {self._host.name}",
+                ) from error
+        if "result" not in ends:
+            raise TransportError(
+                f"host {self._host.name}: job {job} ended without a result: "
+                f"{other[-1] if other else 'it said nothing'}",
+                remedy=f"kd status --host {self._host.name}; kd unlock; then the same again",
+            )
+        if asked and ends["result"] != "promoted":
+            raise KeyboardInterrupt
+        return Outcome(str(ends["result"]), str(ends["text"]), job)
