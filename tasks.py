@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import pathlib
@@ -88,6 +89,12 @@ Exit codes:
   3    it is a release there, no gate failed, and one is blocked or unwritten; or it is none, as
        rsync, the kernel library or a package that gates need is missing
   130  interrupted; what ran there was ended
+"""
+BUNDLE_EPILOG = """\b
+Exit codes:
+  0    it is written
+  2    wrong usage or configuration, or the host cannot be reached
+  3    a package cannot be fetched
 """
 VALIDATE_EPILOG = """\b
 Exit codes:
@@ -1106,6 +1113,12 @@ def hosts_list(as_json: bool) -> None:
     shell_complete=_completing(_phase_names),
 )
 @click.option("--no-validate", is_flag=True, help="Run no gate there.")
+@click.option(
+    "--bundle",
+    type=click.Path(dir_okay=False, path_type=pathlib.Path),
+    help="Send what `kd bundle` wrote to this file, and nothing of this checkout.",
+)
+@click.option("--build-on-host", is_flag=True, help="Compile the kernels there, by its nvcc.")
 @_json_option
 @click.pass_context
 def deploy(
@@ -1114,6 +1127,8 @@ def deploy(
     dry_run: bool,
     wanted: str | None,
     no_validate: bool,
+    bundle: pathlib.Path | None,
+    build_on_host: bool,
     as_json: bool,
 ) -> None:
     """Send this checkout and its kernels to hosts, as a release there, and run the gates on it.
@@ -1128,21 +1143,32 @@ def deploy(
     from phases.promotable import lacking
     from phases.runner import signals_interrupt
     from remote.connection import connect
-    from remote.deploy import Deployment
+    from remote.deploy import Deployment, deploy_bundle, preview_bundle
 
     checkout = _checkout()
     deployment = Deployment(checkout.root, checkout.revision(), checkout.state / "tools")
     phase = _phase_to_validate(wanted)
+    send = deployment.run if bundle is None else functools.partial(deploy_bundle, bundle)
 
     def one(host: Any) -> tuple[dict[str, Any], int]:
         with contextlib.closing(connect(host)) as transport:
             if dry_run:
-                found = deployment.preview(transport, host)
+                found = (
+                    deployment.preview(transport, host)
+                    if bundle is None
+                    else preview_bundle(bundle, transport, host)
+                )
                 if not as_json:
                     _print_preview(found)
                 return found, ExitCode.PASSED
             with signals_interrupt():
-                placed = deployment.run(transport, host, with_tools=not no_validate, note=_note)
+                placed = send(
+                    transport,
+                    host,
+                    with_tools=not no_validate,
+                    build_there=build_on_host,
+                    note=_note,
+                )
                 click.echo(f"placed below {host.root}, and not promoted", err=True)
                 if not as_json:
                     click.echo(placed["release"])
@@ -1161,6 +1187,45 @@ def _print_preview(found: dict[str, Any]) -> None:
             click.echo(f"{what:<8} {name.removeprefix('source/')}")
     counts = ", ".join(f"{len(found[what])} {what}" for what in ("new", "changed", "removed"))
     click.echo(f"{counts}, against {found['base'] or 'nothing'}", err=True)
+
+
+@cli.command("bundle", epilog=BUNDLE_EPILOG)
+@_host_option
+@click.option(
+    "--python",
+    "version",
+    metavar="3.N",
+    help="The Python that its tools are for, on Linux and this machine's kind of processor "
+    "(default: the host is asked).",
+)
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=pathlib.Path),
+    help="Default: kd-REVISION.tar, in this folder.",
+)
+def bundle(host_name: str, version: str | None, output: pathlib.Path | None) -> None:
+    """Write one file that `kd deploy --bundle` can send, where nothing can be built or fetched.
+
+    It holds what git knows, the engine's wheel with the library that `kd build` made, and the
+    packages that gates need beside SGLang's own.
+    """
+    from remote.connection import connect
+    from remote.deploy import Deployment, releases_of
+    from remote.tools import some_python
+
+    checkout = _checkout()
+    commit, changed = checkout.revision()
+    if version is not None:
+        python = some_python(version)
+    else:
+        host = _host(host_name)
+        with contextlib.closing(connect(host)) as transport:
+            python = releases_of(transport, host).look_at_python()
+    name = f"kd-{(commit or 'unknown')[:7]}{'-changed' if changed else ''}.tar"
+    target = output or pathlib.Path(name)
+    deployment = Deployment(checkout.root, (commit, changed), checkout.state / "tools")
+    deployment.bundle(target, python, note=_note)
+    click.echo(target)
 
 
 @cli.command("validate", epilog=VALIDATE_EPILOG)

@@ -197,6 +197,10 @@ def place_release(
         shutil.rmtree(incoming / part, ignore_errors=True)
     for wheel in sorted((incoming / "wheel").glob("*.whl")):
         _unpack(wheel, incoming / "site")
+    if (incoming / "built").is_dir():  # it was compiled here, from these sources
+        library = incoming / "site" / "kdtree_engine" / "lib"
+        shutil.rmtree(library, ignore_errors=True)
+        (incoming / "built").rename(library)
     tools = _unpack_tools(incoming)
     if check is not None:
         _try_imports(incoming / "site", check)

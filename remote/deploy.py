@@ -9,12 +9,14 @@ import pathlib
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdtree_engine.build import require_current
-from kdtree_engine.errors import MissingError
+from kdtree_engine.errors import ConfigError, MissingError
 from kdtree_engine.library import LIBRARY_NAME
+from remote.bundle import Bundle, read_bundle, write_bundle
+from remote.host_build import build_on_host, require_nvcc
 from remote.inventory import Host
 from remote.releases import Releases
 from remote.sync import (
@@ -30,7 +32,14 @@ from remote.tools import distribution_of, fetch_tools, needed_tools
 from remote.transport import Transport
 from remote.wheel import make_wheel
 
-__all__ = ["Deployment", "import_check", "python_of", "releases_of", "this_person"]
+__all__ = [
+    "Deployment",
+    "deploy_bundle",
+    "preview_bundle",
+    "python_of",
+    "releases_of",
+    "this_person",
+]
 
 
 def releases_of(transport: Transport, host: Host) -> Releases:
@@ -85,10 +94,7 @@ class Deployment:
 
         The wheel is left out: it would have to be built to be compared.
         """
-        wanted: Manifest = manifest_of(self.checkout, tracked_files(self.checkout), under="source")
-        found = releases_of(transport, host).compare(wanted)
-        found["removed"] = [name for name in found["removed"] if name.startswith("source/")]
-        return found
+        return _preview(transport, host, self.checkout, tracked_files(self.checkout))
 
     def run(
         self,
@@ -96,56 +102,87 @@ class Deployment:
         host: Host,
         *,
         with_tools: bool = True,
+        build_there: bool = False,
         note: Callable[[str], None] = lambda text: None,
     ) -> dict[str, Any]:
         """Build the wheel, send everything and place it; what `release.json` says of it.
 
         with_tools: whether it is an error where what gates need beside SGLang cannot be fetched.
+        build_there: compile the kernels on the host, and not take what `kd build` made here.
 
         The live service and `current` are not touched. Two deployments at once share the folder
         that things arrive in, so the host's lock is held meanwhile.
         """
-        names = tracked_files(self._engine)
         releases = releases_of(transport, host)
         releases.known()  # a host that cannot be reached is better met before anything is built
-        self.require_library(host)
+        if build_there:
+            require_nvcc(transport)
+        else:
+            self.require_library(host)
         require_rsync(transport.host, releases.prepare())
-        if left := untracked_files(self.checkout):
-            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-            note(f"stays here, as git does not know it: {', '.join(left[:3])}{more}")
-        has_kernels = self._library.is_file()
-        if not has_kernels:
+        self._say_what_stays(note)
+        if not build_there and not self._library.is_file():
             note("there is no kernel library (`kd build`): the release runs on CPUs alone")
-        commit, changed = self.revision
-        release = new_release_name(commit, dirty=bool(changed))
-        by = this_person()
         tools = self._tools(releases, with_tools, note)
         with (
             tempfile.TemporaryDirectory(prefix="kd-deploy-") as scratch,
-            releases.locked(owner=by, command=f"kd deploy --host {host.name}"),
+            releases.locked(owner=this_person(), command=f"kd deploy --host {host.name}"),
         ):
-            note("builds the wheel")
-            wheel = make_wheel(self._engine, names, pathlib.Path(scratch))
-            about = {
+            parts = self._parts(pathlib.Path(scratch), tools, note)
+            return _place(transport, releases, host, parts, build_there, note)
+
+    def bundle(
+        self,
+        target: pathlib.Path,
+        python: Mapping[str, Any],
+        *,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Write all that a release is made of to one file; the same checkout makes the same bytes.
+
+        python: version, machine and glibc of the host's Python, which the tools are fetched for.
+        All of them: what a host has is found out when it is deployed to.
+        """
+        if not target.absolute().parent.is_dir():
+            raise ConfigError(f"{target.absolute().parent}: there is no such folder")
+        if self._library.is_file():
+            require_current(self._library, self._engine / "csrc")
+        else:
+            note("there is no kernel library (`kd build`): its releases run on CPUs alone")
+        self._say_what_stays(note)
+        needed = list(needed_tools(self.checkout).values())
+        tools = fetch_tools(needed, python, self._cache, note)
+        with tempfile.TemporaryDirectory(prefix="kd-bundle-") as scratch:
+            parts = self._parts(pathlib.Path(scratch), tools, note)
+            about = {**parts.about, "python": python["version"]}
+            write_bundle(target, dataclasses.replace(parts, about=about))
+
+    def _parts(
+        self,
+        scratch: pathlib.Path,
+        tools: Sequence[pathlib.Path],
+        note: Callable[[str], None],
+    ) -> Bundle:
+        note("builds the wheel")
+        wheel = make_wheel(self._engine, tracked_files(self._engine), scratch)
+        commit, changed = self.revision
+        return Bundle(
+            checkout=self.checkout,
+            names=tuple(tracked_files(self.checkout)),
+            wheel=wheel,
+            tools=tuple(tools),
+            about={
                 "revision": commit,
                 "changed": changed,
-                "by": by,
                 "wheel": wheel.name,
-                "kernels": has_kernels,
-            }
-            placed = deliver(
-                transport,
-                releases,
-                checkout=self.checkout,
-                wheel=wheel,
-                release=release,
-                about=about,
-                tools=tools,
-                check=import_check(host, kernels=has_kernels),
-                note=note,
-            )
-            releases.audit({"did": "deploy", "by": by, "release": release, "result": "placed"})
-        return placed
+                "kernels": self._library.is_file(),
+            },
+        )
+
+    def _say_what_stays(self, note: Callable[[str], None]) -> None:
+        if left := untracked_files(self.checkout):
+            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+            note(f"stays here, as git does not know it: {', '.join(left[:3])}{more}")
 
     def _tools(
         self, releases: Releases, required: bool, note: Callable[[str], None]
@@ -155,9 +192,7 @@ class Deployment:
         python = releases.look_at_python(list(needed))
         lacking = [needed[name] for name in needed if python["packages"][name] is None]
         try:
-            wheels = fetch_tools(
-                lacking, python, self.cache or self.checkout / ".kd" / "tools", note
-            )
+            wheels = fetch_tools(lacking, python, self._cache, note)
         except MissingError as error:
             if required:
                 raise
@@ -168,9 +203,119 @@ class Deployment:
         return [wheel for wheel in wheels if have["packages"][distribution_of(wheel.name)] is None]
 
     @property
+    def _cache(self) -> pathlib.Path:
+        return self.cache or self.checkout / ".kd" / "tools"
+
+    @property
     def _library(self) -> pathlib.Path:
         return self._engine / "kdtree_engine" / "lib" / LIBRARY_NAME
 
     @property
     def _engine(self) -> pathlib.Path:
         return self.checkout / "kdtree-engine"
+
+
+def deploy_bundle(
+    path: pathlib.Path,
+    transport: Transport,
+    host: Host,
+    *,
+    with_tools: bool = True,
+    build_there: bool = False,
+    note: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """As `Deployment.run`, of what `Deployment.bundle` wrote: nothing is built or fetched here."""
+    with tempfile.TemporaryDirectory(prefix="kd-deploy-") as scratch:
+        parts = read_bundle(path, pathlib.Path(scratch))
+        releases = releases_of(transport, host)
+        tools = _tools_of(parts, releases, host.name, with_tools, note)
+        if build_there:
+            require_nvcc(transport)
+        elif host.cuda_arch is not None and not parts.about["kernels"]:
+            raise MissingError(
+                f"host {host.name} has a GPU ({host.cuda_arch}), and {path} has no kernel library",
+                remedy="run `kd build` before `kd bundle`, or deploy with --build-on-host",
+            )
+        require_rsync(transport.host, releases.prepare())
+        about = {key: parts.about[key] for key in ("revision", "changed", "wheel", "kernels")}
+        parts = dataclasses.replace(parts, tools=tuple(tools), about=about)
+        with releases.locked(owner=this_person(), command=f"kd deploy --host {host.name}"):
+            return _place(transport, releases, host, parts, build_there, note)
+
+
+def preview_bundle(path: pathlib.Path, transport: Transport, host: Host) -> dict[str, Any]:
+    """As `Deployment.preview`."""
+    with tempfile.TemporaryDirectory(prefix="kd-deploy-") as scratch:
+        parts = read_bundle(path, pathlib.Path(scratch))
+        return _preview(transport, host, parts.checkout, parts.names)
+
+
+def _tools_of(
+    parts: Bundle, releases: Releases, host: str, required: bool, note: Callable[[str], None]
+) -> list[pathlib.Path]:
+    """Those of a bundle that the host lacks. Raises MissingError where that is not all it lacks."""
+    tools = {distribution_of(tool.name): tool for tool in parts.tools}
+    python = releases.look_at_python([*tools, *needed_tools(parts.checkout)])
+    lacking = [name for name, version in python["packages"].items() if version is None]
+    unfit = [
+        name
+        for name in lacking
+        if name not in tools
+        or not (
+            tools[name].name.endswith("-none-any.whl") or parts.about["python"] == python["version"]
+        )
+    ]
+    if unfit:
+        problem = (
+            f"host {host}: gates need {', '.join(unfit)}, its Python {python['version']} lacks "
+            f"them, and the bundle, made for Python {parts.about['python']}, has none for that one"
+        )
+        if required:
+            remedy = f"`kd bundle --python {python['version']}`"
+            raise MissingError(problem, remedy=remedy)
+        note(problem)
+    return [tools[name] for name in lacking if name not in unfit]
+
+
+def _place(
+    transport: Transport,
+    releases: Releases,
+    host: Host,
+    parts: Bundle,
+    build_there: bool,
+    note: Callable[[str], None],
+) -> dict[str, Any]:
+    """Send the parts and make them a release, with the host's lock held."""
+    kernels = build_there or bool(parts.about["kernels"])
+    about = {**parts.about, "by": this_person(), "kernels": kernels}
+
+    def arrived() -> None:
+        if build_there:
+            note("compiles the kernels there")
+            build_on_host(transport, releases, note)
+
+    placed = deliver(
+        transport,
+        releases,
+        checkout=parts.checkout,
+        names=parts.names,
+        wheel=parts.wheel,
+        tools=parts.tools,
+        release=new_release_name(parts.about["revision"], dirty=bool(parts.about["changed"])),
+        about=about,
+        check=import_check(host, kernels=kernels),
+        arrived=arrived,
+        note=note,
+    )
+    did = {"did": "deploy", "by": about["by"], "release": placed["release"], "result": "placed"}
+    releases.audit(did)
+    return placed
+
+
+def _preview(
+    transport: Transport, host: Host, checkout: pathlib.Path, names: Sequence[str]
+) -> dict[str, Any]:
+    wanted: Manifest = manifest_of(checkout, names, under="source")
+    found = releases_of(transport, host).compare(wanted)
+    found["removed"] = [name for name in found["removed"] if name.startswith("source/")]
+    return found

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import datetime
 import secrets
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from remote.errors import TransportError
 from remote.releases import Releases
 
-__all__ = ["follow", "new_job_name"]
+__all__ = ["follow", "new_job_name", "run_job"]
 
 _PATIENCE_S = 60.0
+_GRACE_S = 30.0
 _MORE = 1 << 16  # bytes of a log beyond which the next look comes at once
 
 
@@ -58,3 +60,40 @@ def follow(
             return int(found["exit_code"])
         if grown < _MORE:
             time.sleep(poll_s)
+
+
+def run_job(
+    releases: Releases,
+    name: str,
+    command: list[str],
+    environment: Mapping[str, str],
+    said: Callable[[str], None],
+    *,
+    host: str,
+    note: Callable[[str], None],
+    poll_s: float = 1.0,
+) -> int:
+    """Start a job and follow it to its end; its exit code.
+
+    An interruption here ends it there, with all that it has started; `note` gets a line that says
+    so. host: what that line calls the host.
+    """
+    try:
+        releases.start_job(name, command, environment)
+        return follow(releases, name, said, poll_s=poll_s)
+    except KeyboardInterrupt:
+        _end(releases, name, host, note)
+        raise
+
+
+def _end(releases: Releases, name: str, host: str, note: Callable[[str], None]) -> None:
+    try:
+        if releases.end_job(name):
+            note(f"interrupted: ends the run on {host}")
+            deadline = time.monotonic() + _GRACE_S
+            while releases.look_at_job(name)["alive"] and time.monotonic() < deadline:
+                time.sleep(0.5)
+        releases.end_job(name, signal.SIGKILL)
+        note(f"the run on {host} has ended")
+    except TransportError as error:
+        note(f"the run on {host} may go on there, as job {name}: {error}")

@@ -101,12 +101,14 @@ def deliver(
     names: Sequence[str] | None = None,
     tools: Sequence[pathlib.Path] = (),
     check: Mapping[str, Any] | None = None,
+    arrived: Callable[[], None] = lambda: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Send the checkout and the engine's wheel, and make them a release; its `release.json`.
 
     names: the files of the checkout; those that git knows where it is None.
     tools: wheels of what gates import and the host lacks. check: see `Releases.place`.
+    arrived: called when all is there, before it is a release.
 
     Nothing that is in use is touched: a failure at any point leaves `incoming` behind, and the next
     call goes on from there.
@@ -136,6 +138,7 @@ def deliver(
     transport.put(wheel, f"{place['root']}/incoming/wheel/{wheel.name}")
     for tool in tools:
         transport.put(tool, f"{place['root']}/incoming/wheel/tools/{tool.name}")
+    arrived()
     note("verifies")
     return releases.place(release, manifest, about, check=check)
 

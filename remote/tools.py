@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.metadata
+import os
 import pathlib
 import re
 import subprocess
@@ -20,12 +21,13 @@ from typing import Any
 from kdtree_engine.errors import ConfigError, MissingError
 from remote.errors import last_words
 
-__all__ = ["distribution_of", "fetch_tools", "needed_tools", "plain_name"]
+__all__ = ["distribution_of", "fetch_tools", "needed_tools", "plain_name", "some_python"]
 
 _NOT_SENT = frozenset({"torch", "numpy", "kdtree-engine", "fabric"})
 """What SGLang cannot be without, the release itself, and what only this side of a connection uses.
 (The service has no tools: what the engine imports, the host's own Python must have.)"""
 _LIMIT_S = 600.0
+_COMMON_GLIBC = "2.28"
 _OLDEST_GLIBC = 5  # 2.5, of manylinux1
 
 
@@ -81,6 +83,13 @@ def fetch_tools(
             with contextlib.suppress(OSError):  # another run has just fetched the same
                 wheels.rename(folder)
     return sorted(folder.glob("*.whl"))
+
+
+def some_python(version: str) -> dict[str, Any]:
+    """What `fetch_tools` takes, for a host that is not asked: an old Linux, as this processor."""
+    if not re.fullmatch(r"3\.\d{1,2}", version):
+        raise ConfigError(f"{version!r} is no version of Python", remedy="name it as 3.12")
+    return {"version": version, "machine": os.uname().machine, "glibc": _COMMON_GLIBC}
 
 
 def distribution_of(wheel: str) -> str:

@@ -8,10 +8,7 @@ the content of what a gate depends on: what has not changed is not run again.
 from __future__ import annotations
 
 import collections
-import contextlib
 import json
-import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +16,7 @@ from kdtree_engine.errors import UnknownName
 from remote.deploy import releases_of, this_person
 from remote.errors import TransportError, last_words
 from remote.inventory import Host
-from remote.jobs import follow, new_job_name
+from remote.jobs import new_job_name, run_job
 from remote.transport import Transport
 
 __all__ = ["States", "Validation"]
@@ -30,7 +27,6 @@ they mean."""
 
 _FIELDS = {"phase", "gate", "kind", "token_exact", "state", "why", "run"}
 _ANSWER_S = 600.0
-_GRACE_S = 30.0
 _ENDED = (0, 1, 3)  # exit codes of a run that came to its end
 
 
@@ -70,12 +66,16 @@ class Validation:
                 said.append(text)
                 note(text)
 
-        try:
-            self._releases.start_job(name, line, environment)
-            code = follow(self._releases, name, hear, poll_s=poll_s)
-        except KeyboardInterrupt:
-            self._end(name, note)
-            raise
+        code = run_job(
+            self._releases,
+            name,
+            line,
+            environment,
+            hear,
+            host=self._transport.host,
+            note=note,
+            poll_s=poll_s,
+        )
         if code not in _ENDED:
             raise TransportError(
                 f"host {self._transport.host}: release {release}: its gates were not run to the "
@@ -136,17 +136,3 @@ class Validation:
             "KD_SGLANG_PYTHON": python["executable"],
         }
         return python["executable"], environment, f"{folder}/source/tasks.py"
-
-    def _end(self, name: str, note: Callable[[str], None]) -> None:
-        host = self._transport.host
-        try:
-            if self._releases.end_job(name):
-                note(f"interrupted: ends the run on {host}")
-                deadline = time.monotonic() + _GRACE_S
-                while self._releases.look_at_job(name)["alive"] and time.monotonic() < deadline:
-                    time.sleep(0.5)
-            with contextlib.suppress(TransportError):  # one that did not begin
-                self._releases.end_job(name, signal.SIGKILL)
-            note(f"the run on {host} has ended")
-        except TransportError as error:
-            note(f"the run on {host} may go on there, as job {name}: {error}")

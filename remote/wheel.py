@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ __all__ = ["make_wheel"]
 
 _LIBRARY = pathlib.Path("kdtree_engine") / "lib"
 _LIMIT_S = 300.0
+_EPOCH = "315532800"  # 1980, the first year that a zip knows
 
 
 def make_wheel(engine: pathlib.Path, names: Sequence[str], folder: pathlib.Path) -> pathlib.Path:
@@ -38,6 +40,8 @@ def make_wheel(engine: pathlib.Path, names: Sequence[str], folder: pathlib.Path)
             done = subprocess.run(
                 [sys.executable, "-c", program],
                 cwd=copy,
+                # Times of files would make two wheels of the same content differ.
+                env=os.environ | {"SOURCE_DATE_EPOCH": _EPOCH},
                 capture_output=True,
                 text=True,
                 check=False,

@@ -305,6 +305,18 @@ def test_a_checkout_becomes_a_release_of_this_machine(
     assert kd("validate", "0", "--release", "x", **there).returncode == 2
 
 
+def test_a_bundle_that_cannot_be_is_one_line(kd: Kd, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a.tar").write_bytes(b"no tar")
+    for path, says in (("a.tar", "is no whole bundle of kd"), ("b.tar", "there is no such file")):
+        refused = kd("deploy", "--bundle", str(tmp_path / path), HOME=str(tmp_path))
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert len(refused.stderr.splitlines()) == 1
+        assert says in refused.stderr
+    assert kd("bundle", "--python", "3").returncode == 2
+    assert kd("bundle", "--python", "3.12", "--output", "/no/such/a.tar").returncode == 2
+    assert not (tmp_path / ".local").exists()
+
+
 def test_where_each_gate_stands_is_said_without_a_run(kd: Kd, tmp_path: pathlib.Path) -> None:
     kd("phase", "run", "0", "--only", "mask-layouts")
     run = kd("verify", "--dry-run", "--phase", "oracle")

@@ -10,6 +10,7 @@ import venv
 import zipfile
 
 import pytest
+from small_wheel import make_wheel
 
 from kdtree_engine.errors import ConfigError, MissingError
 from remote.agent import file_digest
@@ -19,26 +20,6 @@ from remote.tools import distribution_of, fetch_tools, needed_tools
 from remote.transport import Transport
 
 PYTHON = {"version": "3.12", "machine": "x86_64", "glibc": "2.35"}
-
-
-def make_wheel(
-    folder: pathlib.Path, name: str, *, tag: str = "py3-none-any", needs: str = "", more: str = ""
-) -> pathlib.Path:
-    """A wheel of one module, as pip takes it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}-1-{tag}.whl"
-    said = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n"
-    said += f"Requires-Dist: {needs}\n" if needs else ""
-    with zipfile.ZipFile(path, "w") as packed:
-        packed.writestr(f"{name}.py", "value = 7\n")
-        packed.writestr(f"{name}-1.dist-info/METADATA", said)
-        packed.writestr(
-            f"{name}-1.dist-info/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n"
-        )
-        packed.writestr(f"{name}-1.dist-info/RECORD", "")
-        if more:
-            packed.writestr(more, "echo hello\n")
-    return path
 
 
 @pytest.fixture
