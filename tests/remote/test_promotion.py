@@ -8,169 +8,41 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import pathlib
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-import urllib.request
-import zipfile
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
-import stand_in_server
+from stand_in_host import StandInHost
 
-from phases.recorded import draw_prompts, expected
+from phases.recorded import expected
 from remote import promoter
 from remote import releases as client
-from remote.agent import file_digest
 from remote.errors import TransportError
-from remote.inventory import Health, LocalHost, Service
 from remote.local import LocalTransport
-from remote.promotion import LiveService, Outcome, Target
-from remote.releases import ReleaseRefused, Releases
+from remote.promotion import Target
+from remote.releases import ReleaseRefused
 from remote.transport import Transport
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("supervisor", reason="supervisor is not installed")
 
-NEW_TOKENS = 6
-
-
-class Host:
-    """One host with a service, and what a person would do with it."""
-
-    def __init__(self, folder: pathlib.Path, transport: Transport) -> None:
-        self.root = folder / "a root's"
-        self.said: list[str] = []
-        self.port = _free_port()
-        # SGLang's Python: what it is asked for is the stand-in, whatever its name.
-        server = pathlib.Path(stand_in_server.__file__)
-        self.python = folder / "python"
-        self.python.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} "{server}" "$@"\n')
-        self.python.chmod(0o755)
-        self.model = folder / "model"
-        self.model.mkdir()
-        (self.model / "config.json").write_text('{"vocab_size": 97}')
-        host = LocalHost(
-            name="here",
-            kind="local",
-            root=str(self.root),
-            service=Service(
-                manager="supervisor",
-                unit="sglang",
-                model_path=str(self.model),
-                tensor_parallel=1,
-                port=self.port,
-            ),
-            health=Health(
-                start_ceiling_s=9,
-                stalled_log_s=4,
-                poll_s=0.2,
-                sustain_s=0.6,
-                prompts=3,
-                new_tokens=NEW_TOKENS,
-            ),
-        )
-        self.transport = transport
-        self.releases = Releases(transport, python=sys.executable, root=str(self.root))
-        self.live = LiveService(
-            transport,
-            self.releases,
-            host,
-            python=str(self.python),
-            manager_python=sys.executable,
-        )
-        prompts = draw_prompts(vocabulary=97, positions=None, count=3, new_tokens=NEW_TOKENS)
-        self.prompts = prompts
-        self.checks = [
-            {
-                "prompt": one,
-                "tokens": stand_in_server.tokens_after(one, NEW_TOKENS),
-                "others": {},
-            }
-            for one in prompts
-        ]
-
-    def place(self, release: str, behaviour: str = "") -> str:
-        """A release whose service behaves so."""
-        self.releases.prepare()
-        wheel = self.root / "incoming" / "wheel" / "engine-1-py3-none-any.whl"
-        wheel.parent.mkdir(parents=True, exist_ok=True)
-        with zipfile.ZipFile(wheel, "w") as packed:
-            packed.writestr("behaviour", behaviour)
-        manifest = {f"wheel/{wheel.name}": {"sha256": file_digest(wheel), "executable": False}}
-        self.releases.place(release, manifest, {})
-        return release
-
-    def promote(self, release: str | None, phase: int | None = 3) -> Outcome:
-        target = Target(release, None if release is None else phase, ("--x", "1"), {})
-        return self.live.promote(target, self.checks, command="kd promote", note=self.said.append)
-
-    def back(self, entry: dict[str, Any], what: str = "rollback") -> Outcome:
-        return self.live.again(what, entry, self.checks, command="kd", note=self.said.append)
-
-    def serves(self) -> str | None:
-        """The release that serves right now, and rightly."""
-        body = {"input_ids": [[1, 2]], "sampling_params": {"max_new_tokens": 4}}
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/generate", json.dumps(body).encode()
-        )
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            (said,) = json.load(answer)
-        assert said["output_ids"] == stand_in_server.tokens_after([1, 2], 4)
-        pid = self.live.manager.status().pid
-        environment = pathlib.Path(f"/proc/{pid}/environ").read_text().split("\0")
-        (path,) = [one for one in environment if one.startswith("PYTHONPATH=")]
-        return pathlib.Path(path.partition("=")[2]).parent.name or None
-
-    def is_well(self, release: str | None) -> None:
-        """This release is live by every account, and nobody has the lock."""
-        assert self.serves() == release
-        found = self.releases.promotions()["live"]
-        assert found["release"] == release
-        assert self.releases.known()["current"] == release
-        assert self.releases.lock_holder() is None
-
-    def audit(self) -> list[tuple[str, str | None, str | None, str]]:
-        return [
-            (one["did"], one["from"], one["to"], one["result"]) for one in self.releases.audited(99)
-        ]
-
-    def close(self) -> None:
-        conf = self.root / "service" / "supervisord.conf"
-        if conf.is_file():
-            with contextlib.suppress(TransportError):
-                self.live.manager.stop()
-            line = [sys.executable, "-m", "supervisor.supervisorctl", "-c", str(conf), "shutdown"]
-            subprocess.run(line, capture_output=True, check=False, timeout=60)
-            deadline = time.monotonic() + 30
-            while (self.root / "service" / "supervisord.pid").exists():
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
 
 @pytest.fixture
-def host(tmp_path: pathlib.Path) -> Iterator[Host]:
-    made = Host(tmp_path, LocalTransport())
+def host(tmp_path: pathlib.Path) -> Iterator[StandInHost]:
+    made = StandInHost(tmp_path, LocalTransport())
     yield made
     made.close()
 
 
 def test_promoted_and_back_over_ssh(ssh: Transport, tmp_path: pathlib.Path) -> None:
-    host = Host(tmp_path, ssh)
+    host = StandInHost(tmp_path, ssh)
     try:
         for release in ("a", "b"):
             outcome = host.promote(host.place(release))
@@ -207,10 +79,10 @@ def test_promoted_and_back_over_ssh(ssh: Transport, tmp_path: pathlib.Path) -> N
         ("no tokens", 'it does not generate: HTTP 500 {"error": "out of memory"}'),
     ],
 )
-def test_what_is_not_fit_is_taken_back(host: Host, behaviour: str, says: str) -> None:
+def test_what_is_not_fit_is_taken_back(host: StandInHost, behaviour: str, says: str) -> None:
     assert host.promote(host.place("good")).done
     if behaviour.endswith("later"):
-        host.live._host.health.__dict__["sustain_s"] = 4.0
+        host.host.health.__dict__["sustain_s"] = 4.0
     outcome = host.promote(host.place("bad", behaviour))
     assert outcome.result == "restored"
     assert outcome.text.startswith("phase 3 of bad: ")
@@ -222,7 +94,7 @@ def test_what_is_not_fit_is_taken_back(host: Host, behaviour: str, says: str) ->
     assert host.audit()[-1] == ("promote", "phase 3 of good", "phase 3 of bad", "restored")
 
 
-def test_a_first_one_that_is_not_fit_leaves_nothing(host: Host) -> None:
+def test_a_first_one_that_is_not_fit_leaves_nothing(host: StandInHost) -> None:
     outcome = host.promote(host.place("bad", "wrong"))
     assert outcome.result == "stopped"
     assert outcome.text.endswith("stopped, as nothing was live before")
@@ -232,14 +104,14 @@ def test_a_first_one_that_is_not_fit_leaves_nothing(host: Host) -> None:
     assert not (host.root / "service/service.json").exists()
 
 
-def test_stock_is_live_without_any_release(host: Host) -> None:
+def test_stock_is_live_without_any_release(host: StandInHost) -> None:
     assert host.promote(None).text == "stock SGLang is live"
     host.is_well(None)
     assert host.promote(host.place("bad", "dies")).result == "restored"
     host.is_well(None)
 
 
-def test_where_the_one_before_does_not_serve_either_it_is_said(host: Host) -> None:
+def test_where_the_one_before_does_not_serve_either_it_is_said(host: StandInHost) -> None:
     assert host.promote(host.place("good")).done
     (host.root / "releases/good/site/behaviour").write_text("dies")
     outcome = host.promote(host.place("bad", "wrong"))
@@ -247,7 +119,7 @@ def test_where_the_one_before_does_not_serve_either_it_is_said(host: Host) -> No
     assert "and what was live before does not serve: it does not start" in outcome.text
 
 
-def test_a_child_that_ignores_its_end_does_not_outlive_its_release(host: Host) -> None:
+def test_a_child_that_ignores_its_end_does_not_outlive_its_release(host: StandInHost) -> None:
     assert host.promote(host.place("a", "stubborn")).done
     pid = host.live.manager.status().pid
     assert pid is not None
@@ -256,7 +128,7 @@ def test_a_child_that_ignores_its_end_does_not_outlive_its_release(host: Host) -
     assert host.releases.group_of(pid) == []
 
 
-def test_processes_of_a_service_that_died_are_ended_too(host: Host) -> None:
+def test_processes_of_a_service_that_died_are_ended_too(host: StandInHost) -> None:
     assert host.promote(host.place("a", "stubborn")).done
     pid = host.live.manager.status().pid
     assert pid is not None
@@ -265,7 +137,7 @@ def test_processes_of_a_service_that_died_are_ended_too(host: Host) -> None:
     assert host.releases.group_of(pid) == []
 
 
-def test_ctrl_c_puts_back_what_was_live(host: Host) -> None:
+def test_ctrl_c_puts_back_what_was_live(host: StandInHost) -> None:
     assert host.promote(host.place("good")).done
     main = threading.current_thread().ident
     assert main is not None
@@ -279,7 +151,7 @@ def test_ctrl_c_puts_back_what_was_live(host: Host) -> None:
     assert not any(one["bad"] for one in host.releases.known()["releases"])
 
 
-def test_a_port_that_somebody_else_holds_is_said(host: Host) -> None:
+def test_a_port_that_somebody_else_holds_is_said(host: StandInHost) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", host.port))
         other.listen()
@@ -289,7 +161,7 @@ def test_a_port_that_somebody_else_holds_is_said(host: Host) -> None:
     assert not host.releases.known()["releases"][0]["bad"], "it is not the release's fault"
 
 
-def test_of_two_at_once_one_is_refused(host: Host) -> None:
+def test_of_two_at_once_one_is_refused(host: StandInHost) -> None:
     host.place("a", "slow")
     host.place("b")
     found: list[str] = []
@@ -310,7 +182,9 @@ def test_of_two_at_once_one_is_refused(host: Host) -> None:
     host.is_well("a")
 
 
-def test_a_lost_connection_changes_nothing(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_connection_changes_nothing(
+    host: StandInHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The host goes on by itself; whoever comes back sees what has become of it."""
     host.place("a", "slow")
 
@@ -329,7 +203,7 @@ def test_a_lost_connection_changes_nothing(host: Host, monkeypatch: pytest.Monke
     host.is_well("a")
 
 
-def test_a_restart_is_held_against_the_tokens_and_changes_no_history(host: Host) -> None:
+def test_a_restart_is_held_against_the_tokens_and_changes_no_history(host: StandInHost) -> None:
     assert host.promote(host.place("a")).done
     before = host.releases.promotions()["entries"]
     pid = host.live.manager.status().pid
@@ -339,7 +213,7 @@ def test_a_restart_is_held_against_the_tokens_and_changes_no_history(host: Host)
     host.is_well("a")
 
 
-def test_recorded_tokens_are_those_of_a_server_of_its_own(host: Host) -> None:
+def test_recorded_tokens_are_those_of_a_server_of_its_own(host: StandInHost) -> None:
     assert host.promote(host.place("a")).done
     host.live.checks_of_live = host.checks
     arguments = ("--port", str(host.port))
@@ -353,7 +227,7 @@ def test_recorded_tokens_are_those_of_a_server_of_its_own(host: Host) -> None:
     assert expected(record).checks == host.checks
 
 
-def test_a_recording_that_fails_changes_nothing(host: Host) -> None:
+def test_a_recording_that_fails_changes_nothing(host: StandInHost) -> None:
     assert host.promote(host.place("a")).done
     host.live.checks_of_live = host.checks
     arguments = ("--port", "no number")
@@ -385,7 +259,7 @@ _BOOT = client._BOOT
 
 @pytest.mark.parametrize("before", ["good", None])
 def test_killed_at_any_step_the_next_run_serves(
-    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, before: str | None
+    host: StandInHost, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, before: str | None
 ) -> None:
     """Killed at its first change, at its second ...; whatever that leaves, a rerun serves."""
     if before is not None:
@@ -426,6 +300,60 @@ def test_killed_at_any_step_the_next_run_serves(
                 note=host.said.append,
             ).done
     assert count > 3
+
+
+class TestGpuMemory:
+    """What nvidia-smi says of memory that nobody is named for."""
+
+    @pytest.fixture
+    def smi(self, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+        """A folder whose files `gpus` and `apps` are what it says."""
+        program = tmp_path / "nvidia-smi"
+        program.write_text(
+            '#!/bin/sh\ncase "$*" in\n'
+            f'  *query-gpu=*) cat "{tmp_path}/gpus";;\n  *) cat "{tmp_path}/apps";;\nesac\n'
+        )
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        return tmp_path
+
+    @pytest.mark.parametrize(
+        ("gpus", "apps", "held"),
+        [
+            ("GPU-a, 0, 5, 97887\nGPU-b, 1, 620, 97887\n", "", []),
+            (
+                "GPU-a, 0, 5, 97887\nGPU-b, 1, 80000, 97887\n",
+                "",
+                ["80000 MiB of GPU 1"],
+            ),
+            ("GPU-a, 0, 40000, 97887\n", "GPU-a, 30000\nGPU-a, 9500\n", []),
+            ("GPU-a, 0, 40000, 97887\n", "GPU-a, 20000\n", ["40000 MiB of GPU 0"]),
+            ("GPU-a, 0, 40000, 97887\n", "GPU-a, [N/A]\n", ["40000 MiB of GPU 0"]),
+            ("no devices were found\n", "", None),
+        ],
+    )
+    def test_what_is_held(
+        self, smi: pathlib.Path, gpus: str, apps: str, held: list[str] | None
+    ) -> None:
+        (smi / "gpus").write_text(gpus)
+        (smi / "apps").write_text(apps)
+        assert promoter.gpus_held() == held
+
+    def test_without_nvidia_smi_nobody_knows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PATH", "/nowhere")
+        assert promoter.gpus_held() is None
+
+    def test_a_promotion_waits_until_it_is_free(self, host: StandInHost, smi: pathlib.Path) -> None:
+        """Held at first, as by a process that is gone and whose memory is not."""
+        (smi / "gpus").write_text("GPU-a, 0, 40000, 97887\n")
+        (smi / "apps").write_text("")
+        host.host.__dict__["cuda_arch"] = "sm_120"
+        timer = threading.Timer(4.0, (smi / "gpus").write_text, ("GPU-a, 0, 5, 97887\n",))
+        timer.start()
+        begun = time.monotonic()
+        assert host.promote(host.place("a")).done
+        assert time.monotonic() - begun > 4.0
+        timer.join()
 
 
 class TestDifference:

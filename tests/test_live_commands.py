@@ -1,0 +1,178 @@
+"""kd record, promote, rollback, restart, status, logs: what a person types and is told.
+
+The host is this machine with a real supervisord and a stand-in for SGLang. What its gates say is
+given here; that they are run there is in tests/remote/test_validation.py.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from stand_in_host import StandInHost
+
+import tasks
+from remote import validation
+from remote.local import LocalTransport
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("supervisor", reason="supervisor is not installed")
+
+Kd = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def host(tmp_path: pathlib.Path) -> Iterator[StandInHost]:
+    made = StandInHost(tmp_path, LocalTransport())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def states() -> list[dict[str, Any]]:
+    """How the gates of phases 0..3 stand on the host: all proven, until a test says otherwise."""
+    return [
+        {
+            "phase": "p3_backend_wiring",
+            "gate": gate,
+            "kind": "correctness",
+            "token_exact": exact,
+            "state": "proven",
+            "why": None,
+            "run": None,
+        }
+        for gate, exact in (("service-token-exact", True), ("conformance-kit-eager", False))
+    ]
+
+
+@pytest.fixture
+def kd(
+    host: StandInHost,
+    states: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Kd:
+    """What a command ends with: exit code, stdout, stderr."""
+    monkeypatch.setattr(tasks, "_hosts", lambda names: [host.host])
+    monkeypatch.setattr(tasks, "_host", lambda name: host.host)
+    monkeypatch.setattr(validation.Validation, "states", lambda self, release, phase: states)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["kd", *words])
+        with pytest.raises(SystemExit) as ended:
+            tasks.main()
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    return run
+
+
+def test_from_nothing_to_a_promoted_phase_and_back(kd: Kd, host: StandInHost) -> None:
+    code, out, err = kd("promote", "stock")
+    assert (code, out) == (2, "")
+    assert "no tokens are recorded" in err
+    assert "kd record" in err
+
+    code, out, err = kd("record")
+    assert (code, out) == (0, "here: the tokens are written\n")
+    assert "asks: 3 prompts, alone and together" in err
+
+    assert kd("promote", "stock")[:2] == (0, "here: stock SGLang is live\n")
+    code, out, err = kd("promote", "3")
+    assert (code, out) == (2, "")
+    assert "there is no release that is not bad (kd deploy)" in err
+
+    host.place("a")
+    assert kd("promote", "3")[:2] == (0, "here: phase 3 of a is live\n")
+    code, out, err = kd("promote", "3")
+    assert (code, out) == (0, "")
+    assert "phase 3 of a is live already" in err
+    host.is_well("a")
+
+    shown = json.loads(kd("status", "--host", "here", "--json")[1])
+    assert shown["service"]["state"] == "running"
+    assert (shown["live"]["name"], shown["previous"]["name"]) == ("phase 3 of a", "stock SGLang")
+    assert shown["lock"] is None
+    assert shown["audit"][-1]["result"] == "promoted"
+    code, out, err = kd("status", "--host", "here")
+    assert "phase 3 of a" in out
+    assert "starts ['--model-path'" in kd("logs", "-n", "5")[1]
+
+    answer = json.loads(kd("rollback", "--json")[1])
+    assert (answer["result"], answer["text"]) == ("promoted", "stock SGLang is live")
+    host.is_well(None)
+    code, out, err = kd("rollback")
+    assert (code, out) == (2, "")
+    assert "host here: nothing was live before" in err
+    code, out, err = kd("rollback", "--to", "never")
+    assert (code, "release never was never live" in err) == (2, True)
+    assert kd("rollback", "--to", "a")[:2] == (0, "here: phase 3 of a is live\n")
+    assert kd("restart")[:2] == (0, "here: phase 3 of a is live\n")
+
+
+def test_what_is_not_proven_is_promoted_by_force_alone_and_that_is_logged(
+    kd: Kd, host: StandInHost, states: list[dict[str, Any]]
+) -> None:
+    kd("record")
+    host.place("a")
+    states[1] |= {"state": "blocked", "why": "no CUDA GPU"}
+    code, out, err = kd("promote", "3")
+    assert (code, out) == (2, "")
+    assert "p3_backend_wiring conformance-kit-eager is blocked: no CUDA GPU" in err
+    assert "1 gates are not proven" in err
+    assert "kd validate 3 --host here --release a, or --force REASON" in err
+    assert kd("promote", "3", "--force", "  ")[0] == 2
+    assert host.releases.promotions()["live"] is None
+
+    assert kd("promote", "3", "--force", "no GPU here")[0] == 0
+    forced = host.releases.audited(1)[0]["forced"]
+    assert forced["reason"] == "no GPU here"
+    assert forced["lacks"] == ["p3_backend_wiring conformance-kit-eager is blocked: no CUDA GPU"]
+
+
+@pytest.mark.parametrize("state", ["missing", "stale", "failed", "blocked", "unwritten"])
+def test_token_exactness_cannot_be_forced(
+    kd: Kd, host: StandInHost, states: list[dict[str, Any]], state: str
+) -> None:
+    host.place("a")
+    states[0] |= {"state": state}
+    code, out, err = kd("promote", "3", "--force", "I know better")
+    assert (code, out) == (2, "")
+    assert "1 of them of token-exactness, which nothing can force" in err
+    assert "--force" not in err.partition("which nothing can force")[2]
+    assert host.releases.promotions()["live"] is None
+
+
+def test_what_is_taken_back_is_exit_1_and_what_is_down_is_exit_4(kd: Kd, host: StandInHost) -> None:
+    kd("record")
+    host.place("good")
+    assert kd("promote", "3")[0] == 0
+    host.place("wrong", "wrong")
+    code, out, err = kd("promote", "3")
+    assert (code, out) == (1, "")
+    assert "phase 3 of wrong: other tokens than recorded" in err
+    assert "phase 3 of good serves again" in err
+    host.is_well("good")
+    # It is bad now, so the newest that is not is meant by default.
+    assert "phase 3 of good is live already" in kd("promote", "3")[2]
+    (host.root / "releases/good/site/behaviour").write_text("dies")
+    code, out, _ = kd("promote", "3", "--release", "wrong", "--json")
+    assert code == 4
+    assert json.loads(out)["result"] == "down"
+
+
+def test_a_model_that_changed_needs_other_tokens(kd: Kd, host: StandInHost) -> None:
+    kd("record")
+    (host.model / "config.json").write_text('{"vocab_size": 97, "hidden": 2}')
+    host.place("a")
+    code, _, err = kd("promote", "3")
+    assert code == 2
+    assert "the recorded tokens are of another model" in err
+
+
+def test_a_phase_without_a_profile_is_refused(kd: Kd) -> None:
+    code, _, err = kd("promote", "0")
+    assert (code, "phase 0 (oracle) has no service profile" in err) == (2, True)
