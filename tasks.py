@@ -1310,18 +1310,27 @@ def releases(host_name: str, as_json: bool) -> None:
         _print_json(known)
         return
     _print_table(
-        ("release", "revision", "by", "kernels", "state"),
+        ("release", "revision", "by", "kernels", "gates", "state"),
         [
             (
                 one["release"],
                 (one.get("revision") or "unknown")[:12] + ("+" if one.get("changed") else ""),
                 str(one.get("by", "")),
                 "yes" if one.get("kernels") else "no",
+                _proven_of(one.get("evidence")),
                 ", ".join(what for what in ("current", "promoted", "bad") if one[what]),
             )
             for one in known["releases"]
         ],
     )
+
+
+def _proven_of(evidence: Any) -> str:
+    """As in `0..3: 17 of 26`; when it was looked at last, as code and gates change."""
+    if evidence is None:
+        return "not run"
+    proven = sum(one["state"] == "proven" for one in evidence["gates"])
+    return f"0..{evidence['phase']}: {proven} of {len(evidence['gates'])}"
 
 
 @cli.command("record", epilog=PROMOTE_EPILOG)

@@ -9,6 +9,7 @@ one line of JSON, `{"done": ...}` or `{"error": TEXT}`. So no name from here eve
                      site          the wheel unpacked: what goes before SGLang on PYTHONPATH
                      tools         what gates import and the host's Python lacks
                      manifest.json SHA-256 and mode of each file that was sent
+                     evidence.json how the gates stood with it when they were run last
                      release.json  what it is: revision, which number it has here, when, by whom
     ROOT/incoming                  what is being sent; it stays where a transfer breaks off
     ROOT/current                   a symbolic link to releases/ID
@@ -248,6 +249,7 @@ def releases(root: str) -> dict[str, Any]:
             "current": about["release"] == current,
             "promoted": about["release"] in promoted,
             "bad": (place / "releases" / about["release"] / "bad.json").is_file(),
+            "evidence": _json(place / "releases" / about["release"] / "evidence.json"),
         }
         for about in _whole(place)
     ]
@@ -310,6 +312,18 @@ def mark_bad(root: str, release: str, why: str) -> dict[str, Any]:
         raise Refused(f"there is no release {release}")
     about = {"why": why, "at": time.time()}
     _write(folder / "bad.json", json.dumps(about) + "\n")
+    return about
+
+
+def put_evidence(
+    root: str, release: str, phase: str, gates: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Write down how the gates of phases 0..`phase` stood with a release, beside it."""
+    folder = _release(_root(root), release)
+    if not folder.is_dir():
+        raise Refused(f"there is no release {release}")
+    about = {"phase": phase, "at": time.time(), "gates": gates}
+    _write(folder / "evidence.json", json.dumps(about, indent=1) + "\n")
     return about
 
 
@@ -1024,6 +1038,7 @@ _DOES = {
         promoted,
         promotions,
         mark_bad,
+        put_evidence,
         prune,
         lock,
         unlock,

@@ -15,6 +15,7 @@ from typing import Any
 from kdtree_engine.build import require_current
 from kdtree_engine.errors import ConfigError, MissingError
 from kdtree_engine.library import LIBRARY_NAME
+from remote.agent import file_digest
 from remote.bundle import Bundle, read_bundle, write_bundle
 from remote.host_build import build_on_host, require_nvcc
 from remote.inventory import Host
@@ -175,6 +176,7 @@ class Deployment:
                 "revision": commit,
                 "changed": changed,
                 "wheel": wheel.name,
+                "wheel_sha256": file_digest(wheel),
                 "kernels": self._library.is_file(),
             },
         )

@@ -111,6 +111,10 @@ class Releases:
         """Say of a release that it failed."""
         return self._ask("mark_bad", release=release, why=why)
 
+    def put_evidence(self, release: str, phase: str, gates: Sequence[Mapping[str, Any]]) -> None:
+        """Write down how the gates of phases 0..`phase` stand with a release."""
+        self._ask("put_evidence", release=release, phase=phase, gates=list(gates))
+
     def prune(self, keep: int) -> list[str]:
         """Remove old releases but the last `keep` promoted ones; which went."""
         return list(self._ask("prune", _SLOW_S, keep=keep)["removed"])

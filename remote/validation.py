@@ -83,6 +83,7 @@ class Validation:
                 remedy=f"the log there: jobs/{name}/log below the host's root",
             )
         found = self.states(release, phase)
+        self._releases.put_evidence(release, str(phase), found)
         self._releases.audit(
             {
                 "did": "validate",
