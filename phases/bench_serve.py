@@ -97,7 +97,7 @@ def bench_serve(
     nodes: int = 9,
     graphs: bool = True,
     new_tokens: int = NEW_TOKENS,
-    repeats: int = 3,
+    repeats: int | None = None,
     seed: int = 1,
     scale: Scale = GPU,
     start: Start = serving,

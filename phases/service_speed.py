@@ -153,12 +153,13 @@ def measure(
     lengths: Sequence[int],
     start: Start = serving,
     new_tokens: int = NEW_TOKENS,
-    repeats: int = 3,
+    repeats: int | None = None,
     keep: Callable[[Served], None] = lambda served: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Served:
     """One server and its speed at each length. The reference also tells its likely tokens.
 
+    repeats: of each timed answer; None: as often as `scale` says.
     folder: holds the model, which the first of several measurements writes, and the logs.
     keep: called after each length, with what there is.
     """
@@ -185,7 +186,7 @@ def measure(
                 service,
                 prompt,
                 new_tokens=new_tokens,
-                repeats=repeats,
+                repeats=repeats or scale.passes,
                 likely=LIKELY if variant == plain() else 0,
             )
             served = dataclasses.replace(served, speeds=(*served.speeds, speed))
