@@ -203,6 +203,17 @@ def test_a_lost_connection_changes_nothing(
     host.is_well("a")
 
 
+def test_old_releases_go_once_newer_ones_are_live(host: StandInHost) -> None:
+    """The current one and what a rollback goes to stay, however few are to be kept."""
+    host.host.__dict__["keep"] = 1
+    for release in ("a", "b", "c"):
+        assert host.promote(host.place(release)).done
+    assert [one["release"] for one in host.releases.known()["releases"]] == ["b", "c"]
+    assert "prunes: removed a" in host.said
+    assert host.back(host.releases.promotions()["previous"]).done
+    host.is_well("b")
+
+
 def test_a_restart_is_held_against_the_tokens_and_changes_no_history(host: StandInHost) -> None:
     assert host.promote(host.place("a")).done
     before = host.releases.promotions()["entries"]
