@@ -329,7 +329,9 @@ def prune(root: str, keep: int) -> dict[str, list[str]]:
     for name in reversed(order):
         if name in good and name not in last:
             last.append(name)
-    kept = {*last[:keep], known["current"], known["previous"]}
+    # A bad one too, if it is what a rollback goes to: it was well at another phase.
+    stack = [entry["release"] for entry in history(_log(place))[-2:]]
+    kept = {*last[:keep], known["current"], known["previous"], *stack}
     names = [one["release"] for one in known["releases"]]
     youngest = max((names.index(name) for name in order if name in names), default=-1)
     removed = []
@@ -382,6 +384,12 @@ def unlock(root: str, token: str) -> dict[str, bool]:
         (place / "lock.json").unlink()
         _sync(place)
     return {"was_locked": True}
+
+
+def has_lock(root: str, token: str) -> bool:
+    """Whether the lock is this token's."""
+    held = _holder(_root(root))
+    return held is not None and held.get("token") == _digest(token)
 
 
 def break_lock(root: str, owner: str, at: float) -> dict[str, Any]:
@@ -959,10 +967,13 @@ def _append(path: pathlib.Path, entry: dict[str, Any]) -> None:
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             os.ftruncate(descriptor, _last_whole(descriptor, size))
         size = os.fstat(descriptor).st_size
-        if os.write(descriptor, line) != len(line):
+        try:
+            if os.write(descriptor, line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            os.fsync(descriptor)
+        except OSError:
             os.ftruncate(descriptor, size)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        os.fsync(descriptor)
+            raise
     finally:
         os.close(descriptor)
 
