@@ -533,6 +533,29 @@ def group_of(root: str, pid: int) -> dict[str, list[int]]:
     return {"processes": sorted(found)}
 
 
+def listens(root: str, leader: int, port: int) -> bool | None:
+    """Whether `group_of` has who listens at a port; None where that cannot be seen."""
+    wanted = set()
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in pathlib.Path("/proc/net", name).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                    wanted.add(f"socket:[{fields[9]}]")
+    seen = bool(wanted)
+    for process in group_of(root, leader)["processes"]:
+        try:
+            for descriptor in pathlib.Path(f"/proc/{process}/fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):  # closed by now
+                    if str(descriptor.readlink()) in wanted:
+                        return True
+        except FileNotFoundError:
+            continue
+        except OSError:
+            seen = False
+    return False if seen else None
+
+
 def kill_group(root: str, pid: int) -> dict[str, list[int]]:
     """Kill what `group_of` finds."""
     found = group_of(root, pid)

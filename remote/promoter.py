@@ -347,6 +347,11 @@ class Promoter:
 
     def _ask(self, prompts: list[list[int]], likely: bool = False) -> list[dict[str, Any]]:
         """tokens after each prompt, greedily; `likely`: the likeliest ones of each step as well."""
+        first = self._manager.status()["pid"]
+        if first is not None and agent.listens(self._root, first, self._port) is False:
+            raise agent.Refused(
+                f"port {self._port} is answered by another process than the service's: end that"
+            )
         body: dict[str, Any] = {
             "input_ids": prompts,
             "sampling_params": {

@@ -12,12 +12,15 @@ import runpy
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import stand_in_server
 
 from phases.runner import signals_interrupt
 from remote import agent, managers, promoter
@@ -437,4 +440,51 @@ def test_ctrl_c_once_more_leaves_it_to_the_host(host: Host) -> None:
         host.promote(host.place("new", "silent"))
     assert any("left to the host" in line for line in host.said), host.said
     _ended(host)
+    host.is_well("good")
+
+
+@pytest.mark.slow
+def test_another_s_server_on_the_port_is_not_taken_for_the_service(host: Host) -> None:
+    """It gives the right tokens, and what kd has started still loads."""
+    host.place("a", "deaf")
+    server = pathlib.Path(stand_in_server.__file__)
+
+    def take() -> None:
+        while not any(line.startswith("starts") for line in host.said):
+            time.sleep(0.05)
+        line = [sys.executable, str(server), "--port", str(host.port)]
+        others.append(subprocess.Popen(line, env={}))
+
+    others: list[subprocess.Popen[bytes]] = []
+    thread = threading.Thread(target=take)
+    thread.start()
+    try:
+        outcome = host.promote("a")
+        assert not outcome.done, outcome
+        assert "another process" in outcome.text
+        assert host.releases.promotions()["live"] is None
+        assert not host.releases.known()["releases"][0]["bad"], "it is not the release's fault"
+    finally:
+        thread.join()
+        others[0].kill()
+        others[0].wait()
+
+
+@pytest.mark.slow
+def test_a_supervisord_that_was_killed_is_started_again(host: Host) -> None:
+    assert host.promote(host.place("good")).done
+    before = len(host.said)
+
+    def kill() -> None:
+        while not any(line.startswith("healthy") for line in host.said[before:]):
+            time.sleep(0.05)
+        number = int((host.root / "service/supervisord.pid").read_text())
+        os.kill(number, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    host.live._host.health.__dict__["sustain_s"] = 4.0
+    outcome = host.promote(host.place("new"))
+    thread.join()
+    assert outcome.result == "restored", outcome
     host.is_well("good")
