@@ -269,12 +269,20 @@ def promotions(root: str) -> dict[str, Any]:
     """What is live, what came before it, and every promotion, oldest first.
 
     live: the entry that was promoted last; None where nothing was. previous: what a rollback makes
-    live; None where nothing came before.
+    live; None where nothing came before. followed: whether what would be started is what is live:
+    a promotion that was killed leaves something else.
     """
-    entries = _log(_root(root))
+    place = _root(root)
+    entries = _log(place)
     stack = history(entries)
+    live = stack[-1] if stack else {}
+    try:
+        starts = json.loads((place / "service" / "service.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        starts = None
     return {
-        "live": stack[-1] if stack else None,
+        "live": live or None,
+        "followed": (starts, _current(place)) == (live.get("service"), live.get("release")),
         "previous": stack[-2] if len(stack) > 1 else None,
         "entries": entries,
     }

@@ -71,7 +71,8 @@ class Promoter:
     """One change of the live service.
 
     request: root, manager (of `managers.manager_of`), port, health (the inventory's), gpu (whether
-    the service has one), by, command, token (of the lock), keep, new_tokens, checks.
+    the service has one), by, command, token (of the lock), keep, new_tokens (of a recording) and
+    checks.
     checks: of each prompt `prompt`, `tokens` that must follow, and `others`: {step: tokens} that
     may stand there instead, after which nothing is compared, as what follows is another text.
     """
@@ -163,12 +164,13 @@ class Promoter:
             self._stop()
             self._start(target)
             self._step("asks", f"{len(prompts)} prompts, alone and together")
-            alone = [self._ask([prompt], likely=True)[0] for prompt in prompts]
-            together = self._ask(prompts, likely=True)
+            count = int(self._request["new_tokens"])
+            alone = [self._ask([prompt], count, likely=True)[0] for prompt in prompts]
+            together = self._ask(prompts, count, likely=True)
             found = {
                 "model": agent.model_of(self._root, self._request["model"]),
                 "prompts": prompts,
-                "new_tokens": self._request["new_tokens"],
+                "new_tokens": count,
                 "alone": alone,
                 "together": together,
                 "server": self._server_info(),
@@ -338,15 +340,20 @@ class Promoter:
     def _check(self, what: str) -> None:
         """Whether the tokens after each prompt are those that were recorded."""
         checks = self._request["checks"]
-        self._step("asks", f"{what}: {len(checks)} prompts of {self._request['new_tokens']} tokens")
-        answers = self._ask([check["prompt"] for check in checks])
+        if not checks:
+            return
+        count = len(checks[0]["tokens"])
+        self._step("asks", f"{what}: {len(checks)} prompts of {count} tokens")
+        answers = self._ask([check["prompt"] for check in checks], count)
         for number, check in enumerate(checks):
             fault = difference(check, answers[number]["tokens"])
             if fault is not None:
                 raise Unfit(f"other tokens than recorded: prompt {number}, {fault}")
 
-    def _ask(self, prompts: list[list[int]], likely: bool = False) -> list[dict[str, Any]]:
-        """tokens after each prompt, greedily; `likely`: the likeliest ones of each step as well."""
+    def _ask(
+        self, prompts: list[list[int]], count: int, likely: bool = False
+    ) -> list[dict[str, Any]]:
+        """`count` tokens after each, greedily; `likely`: the likeliest of each step as well."""
         first = self._manager.status()["pid"]
         if first is not None and agent.listens(self._root, first, self._port) is False:
             raise agent.Refused(
@@ -356,7 +363,7 @@ class Promoter:
             "input_ids": prompts,
             "sampling_params": {
                 "temperature": 0.0,
-                "max_new_tokens": self._request["new_tokens"],
+                "max_new_tokens": count,
                 "ignore_eos": True,
             },
         }

@@ -174,7 +174,6 @@ class LiveService:
         by = f"{getpass.getuser()}@{socket.gethostname()}"
         token, job = secrets.token_hex(16), new_job_name(what)
         health = self._host.health
-        asked = checks[0]["tokens"] if checks else ()
         request = {
             "what": what,
             "target": target,
@@ -190,7 +189,7 @@ class LiveService:
             "token": token,
             "checks": list(checks),
             "prompts": list(prompts),
-            "new_tokens": len(asked) or health.new_tokens,
+            "new_tokens": health.new_tokens,
         }
         self.releases.prepare()
         asked = False

@@ -5,6 +5,7 @@ The promoter runs in this process here, with a manager that starts a server in a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -21,16 +22,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import stand_in_server
+from click.testing import CliRunner, Result
 
+import tasks
 from phases.runner import signals_interrupt
 from remote import agent, managers, promoter
 from remote.errors import TransportError
 from remote.local import LocalTransport
+from remote.promotion import Outcome, Target
 
 if TYPE_CHECKING:
-    from tests.remote.test_promotion import Host
+    from tests.remote.test_promotion import NEW_TOKENS, Host
 else:  # tests are no packages
-    Host = runpy.run_path(str(pathlib.Path(__file__).with_name("test_promotion.py")))["Host"]
+    _others = runpy.run_path(str(pathlib.Path(__file__).with_name("test_promotion.py")))
+    NEW_TOKENS, Host = _others["NEW_TOKENS"], _others["Host"]
 
 HEALTH = {
     "start_ceiling_s": 5.0,
@@ -488,3 +493,81 @@ def test_a_supervisord_that_was_killed_is_started_again(host: Host) -> None:
     thread.join()
     assert outcome.result == "restored", outcome
     host.is_well("good")
+
+
+@pytest.fixture
+def kd(host: Host, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Commands about that host."""
+
+    @contextlib.contextmanager
+    def service(config: object) -> Iterator[object]:
+        yield host.live
+
+    monkeypatch.setattr(tasks, "_hosts", lambda text: [host.live._host])
+    monkeypatch.setattr(tasks, "_host", lambda text: host.live._host)
+    monkeypatch.setattr(tasks, "_live_service", service)
+    return lambda *line, **more: CliRunner().invoke(tasks.cli, list(line), **more)
+
+
+@pytest.mark.slow
+def test_a_record_that_is_of_no_use_is_made_anew(host: Host, kd: Callable[..., Result]) -> None:
+    assert kd("record").exit_code == 0
+    record = host.releases.tokens()
+    assert record is not None
+    record["together"][0]["likely"][0][1][0] = -9.0  # it moved by more than anything may
+    agent.put_tokens(str(host.root), record)
+    assert "kd record" in str(kd("promote", "stock").exception)
+    assert kd("record").exit_code == 0
+    assert kd("promote", "stock").exit_code == 0
+
+
+@pytest.mark.slow
+def test_a_record_has_as_many_tokens_as_the_inventory_says_now(
+    host: Host, kd: Callable[..., Result]
+) -> None:
+    assert kd("record").exit_code == 0
+    assert kd("promote", "stock").exit_code == 0
+    host.live._host.health.__dict__["new_tokens"] = NEW_TOKENS + 2
+    assert kd("record").exit_code == 0
+    record = host.releases.tokens()
+    assert record is not None
+    assert {len(one["tokens"]) for one in record["alone"]} == {NEW_TOKENS + 2}
+    host.is_well(None)
+
+
+@pytest.mark.slow
+def test_what_does_not_serve_is_not_said_to_be_live_already(
+    host: Host, kd: Callable[..., Result]
+) -> None:
+    assert kd("record").exit_code == 0
+    assert kd("promote", "stock").exit_code == 0
+    assert "is live already" in kd("promote", "stock").output
+    pid = host.live.manager.status().pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    assert kd("promote", "stock").exit_code == 0
+    host.is_well(None)
+    # A promoter that was killed has left another's service there, as well as it may serve.
+    other = host.live.entry(Target(None, None, ("--x", "2"), {}))["service"]
+    agent.put_service(str(host.root), "service.json", json.dumps(other))
+    found = kd("status", "--host", "here")
+    assert "kd restart" in found.output
+    assert "is live already" not in kd("promote", "stock").output
+    host.is_well(None)
+
+
+@pytest.mark.slow
+def test_nothing_changed_is_exit_code_2(host: Host, kd: Callable[..., Result]) -> None:
+    assert kd("record").exit_code == 0
+    done = Outcome("refused", "there is no room", "job")
+    assert tasks._changed(done, "here", True)[1] == 2
+    assert tasks._changed(Outcome("lost", "", "job"), "here", True)[1] == 4
+
+
+@pytest.mark.slow
+def test_a_log_s_control_characters_stay_in_it(host: Host, kd: Callable[..., Result]) -> None:
+    host.releases.prepare()
+    (host.root / "service").mkdir()
+    (host.root / "service/service.log").write_bytes(b"a\tb\x1b]52;c;eA==\x07\x9b\xc2\x9b\nend\r\n")
+    done = kd("logs", color=True)
+    assert done.stdout == "a\tb?]52;c;eA==?\ufffd?\nend\n"
