@@ -107,10 +107,11 @@ Exit codes:
 PROMOTE_EPILOG = """\b
 Exit codes:
   0    it is live (of `kd record`: the tokens are written)
-  1    it was not fit; what was live before is live again
-  2    wrong usage or configuration, or the host cannot be reached or is locked; nothing has changed
-  4    it was not fit, and what was live before does not serve either
-  130  interrupted; what was live before is live again
+  1    it was not fit; what was live before is live again, or nothing where nothing was
+  2    wrong usage or configuration, or the host is locked; nothing has changed. Or the connection
+       was lost, or the job there was killed, as the message says: see `kd status --host`
+  4    it was not fit, and what was live before does not serve either; or the lock was broken
+  130  interrupted; what was live before is live again, or will be where Ctrl-C came twice
 """
 
 
@@ -516,6 +517,7 @@ def _live_status(host_name: str) -> dict[str, Any]:
             "host": host.name,
             "service": dataclasses.asdict(live.manager.status()),
             "live": now,
+            "followed": found["followed"],
             "previous": before,
             "lock": live.releases.lock_holder(),
             "tokens": record and {name: record[name] for name in ("at", "by", "server")},
@@ -532,6 +534,7 @@ def _print_live(found: dict[str, Any]) -> None:
     rows = [
         ("service", f"{service['state']}{pid}"),
         ("live", f"{live['name']}, by {live['by']}, {when(live['at'])}" if live else "nothing"),
+        *([] if found["followed"] else [("", "another is set up there: kd restart, or promote")]),
         ("before", found["previous"]["name"] if found["previous"] else "nothing"),
         ("lock", f"{lock['owner']}, {when(lock['at'])}: {lock['command']}" if lock else "free"),
         ("tokens", when(found["tokens"]["at"]) if found["tokens"] else "not recorded (kd record)"),
@@ -1349,7 +1352,10 @@ def record_tokens(ctx: click.Context, host_names: str, as_json: bool) -> None:
         with _live_service(host) as live:
             before = live.releases.tokens()
             if before is not None:
-                live.checks_of_live = expected(before).checks
+                try:
+                    live.checks_of_live = expected(before).checks
+                except ConfigError as error:  # that is why it is recorded anew
+                    _note(f"what is live will be started again unchecked: {error.problem}")
             model = live.model()
             prompts = draw_prompts(
                 vocabulary=model["vocabulary"],
@@ -1405,8 +1411,12 @@ def promote(
                 target, forced = Target(None, None, (), {}), None
             else:
                 target, forced = _proven_target(live, host, wanted, release, force)
-            now = live.releases.promotions()["live"]
-            if now is not None and (now["release"], now["phase"]) == (target.release, target.phase):
+            found = live.releases.promotions()
+            now = found["live"]
+            same = now is not None and all(
+                now.get(name) == getattr(target, name) for name in ("release", "phase")
+            )
+            if same and found["followed"] and live.manager.status().state == "running":
                 click.echo(f"{target.name} is live already (kd restart starts it anew)", err=True)
                 text = f"{target.name} is live already"
                 return {"result": "promoted", "text": text, "job": None}, ExitCode.PASSED
@@ -1526,7 +1536,7 @@ def logs(host_name: str, follow: bool, lines: int, as_json: bool) -> None:
             if as_json:
                 click.echo(json.dumps({"host": host.name, **found}))
             else:
-                click.echo(found["text"], nl=False)
+                click.echo(_shown(found["text"]), nl=False)
             sys.stdout.flush()
             if not follow:
                 return
@@ -1536,6 +1546,12 @@ def logs(host_name: str, follow: bool, lines: int, as_json: bool) -> None:
                 found = live.releases.look_at_log(offset)
                 if found["text"]:
                     break
+
+
+def _shown(text: str) -> str:
+    """A log as a terminal may have it: no control character but those of lines."""
+    lines = text.replace("\r\n", "\n")
+    return "".join(one if one.isprintable() or one in "\n\t" else "?" for one in lines)
 
 
 def _note(text: str) -> None:
@@ -1602,7 +1618,8 @@ def _changed(outcome: Any, host_name: str, as_json: bool) -> tuple[dict[str, Any
     if outcome.done:
         code = ExitCode.PASSED
     else:
-        code = ExitCode.DOWN if outcome.result == "down" else ExitCode.FAILED
+        codes = {"down": ExitCode.DOWN, "lost": ExitCode.DOWN, "refused": ExitCode.USAGE}
+        code = codes.get(outcome.result, ExitCode.FAILED)
     return {"result": outcome.result, "text": outcome.text, "job": outcome.job}, code
 
 

@@ -78,8 +78,8 @@ class Scale:
     be captured. distinct: the longest prompts that share nothing; longer ones of one length have
     all but their ends in common, so that they are prefilled once. side_by_side: servers of which
     nothing is timed run at once. passes: of each timed answer, of which the fastest counts: what
-    else a host does comes and goes, and a step is the host's as much as the GPU's. device: what the servers run on; on `cuda` the kernel library must
-    be the one that csrc as it is makes.
+    else a host does comes and goes, and a step is the host's as much as the GPU's. device: what the
+    servers run on; on `cuda` the kernel library must be the one that csrc as it is makes.
     """
 
     name: str

@@ -271,12 +271,20 @@ def promotions(root: str) -> dict[str, Any]:
     """What is live, what came before it, and every promotion, oldest first.
 
     live: the entry that was promoted last; None where nothing was. previous: what a rollback makes
-    live; None where nothing came before.
+    live; None where nothing came before. followed: whether what would be started is what is live:
+    a promotion that was killed leaves something else.
     """
-    entries = _log(_root(root))
+    place = _root(root)
+    entries = _log(place)
     stack = history(entries)
+    live = stack[-1] if stack else {}
+    try:
+        starts = json.loads((place / "service" / "service.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        starts = None
     return {
-        "live": stack[-1] if stack else None,
+        "live": live or None,
+        "followed": (starts, _current(place)) == (live.get("service"), live.get("release")),
         "previous": stack[-2] if len(stack) > 1 else None,
         "entries": entries,
     }
@@ -343,7 +351,9 @@ def prune(root: str, keep: int) -> dict[str, list[str]]:
     for name in reversed(order):
         if name in good and name not in last:
             last.append(name)
-    kept = {*last[:keep], known["current"], known["previous"]}
+    # A bad one too, if it is what a rollback goes to: it was well at another phase.
+    stack = [entry["release"] for entry in history(_log(place))[-2:]]
+    kept = {*last[:keep], known["current"], known["previous"], *stack}
     names = [one["release"] for one in known["releases"]]
     youngest = max((names.index(name) for name in order if name in names), default=-1)
     removed = []
@@ -396,6 +406,12 @@ def unlock(root: str, token: str) -> dict[str, bool]:
         (place / "lock.json").unlink()
         _sync(place)
     return {"was_locked": True}
+
+
+def has_lock(root: str, token: str) -> bool:
+    """Whether the lock is this token's."""
+    held = _holder(_root(root))
+    return held is not None and held.get("token") == _digest(token)
 
 
 def break_lock(root: str, owner: str, at: float) -> dict[str, Any]:
@@ -537,6 +553,29 @@ def group_of(root: str, pid: int) -> dict[str, list[int]]:
             if fields[0] != "Z" and pid in (int(fields[2]), int(fields[3])):
                 found.append(int(folder.name))
     return {"processes": sorted(found)}
+
+
+def listens(root: str, leader: int, port: int) -> bool | None:
+    """Whether `group_of` has who listens at a port; None where that cannot be seen."""
+    wanted = set()
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in pathlib.Path("/proc/net", name).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                    wanted.add(f"socket:[{fields[9]}]")
+    seen = bool(wanted)
+    for process in group_of(root, leader)["processes"]:
+        try:
+            for descriptor in pathlib.Path(f"/proc/{process}/fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):  # closed by now
+                    if str(descriptor.readlink()) in wanted:
+                        return True
+        except FileNotFoundError:
+            continue
+        except OSError:
+            seen = False
+    return False if seen else None
 
 
 def kill_group(root: str, pid: int) -> dict[str, list[int]]:
@@ -973,10 +1012,13 @@ def _append(path: pathlib.Path, entry: dict[str, Any]) -> None:
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             os.ftruncate(descriptor, _last_whole(descriptor, size))
         size = os.fstat(descriptor).st_size
-        if os.write(descriptor, line) != len(line):
+        try:
+            if os.write(descriptor, line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            os.fsync(descriptor)
+        except OSError:
             os.ftruncate(descriptor, size)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        os.fsync(descriptor)
+            raise
     finally:
         os.close(descriptor)
 

@@ -11,7 +11,12 @@ from collections.abc import Callable, Mapping
 from remote.errors import TransportError
 from remote.releases import Releases
 
-__all__ = ["follow", "new_job_name", "run_job"]
+__all__ = ["JobGone", "follow", "new_job_name", "run_job"]
+
+
+class JobGone(TransportError):
+    """A job ended with nobody to see how: it was killed with all around it, or its host was."""
+
 
 _PATIENCE_S = 60.0
 _GRACE_S = 30.0
@@ -34,7 +39,8 @@ def follow(
     """Give each whole line that a job prints to `said`, until it ends; its exit code.
 
     A host that does not answer for a while is asked again, for `patience_s` seconds. Raises
-    TransportError after that, and where the job ended with nobody to see how (a restarted host).
+    TransportError after that, and JobGone where the job ended with nobody to see how (a restarted
+    host).
     """
     offset, rest, lost = 0, "", None
     while True:
@@ -56,7 +62,7 @@ def follow(
             if rest:
                 said(rest)
             if found["exit_code"] is None:
-                raise TransportError(f"job {name} ended on its host, and nothing says how")
+                raise JobGone(f"job {name} ended on its host, and nothing says how")
             return int(found["exit_code"])
         if grown < _MORE:
             time.sleep(poll_s)

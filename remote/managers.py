@@ -90,6 +90,8 @@ class Supervisor(_OfHost):
 
         Refused where it ends at once.
         """
+        if self._control("pid", check=False) is None:
+            self.install()  # it was killed since
         if self.status()["state"] != RUNNING:
             self._end_left()
         # Read anew, now that nothing runs by what it said before: `update` would end what runs.

@@ -10,6 +10,7 @@ is JSON, `{"step": NAME, "text": ...}`; the last one has `result` as well:
     down       it was not fit, and what was live before does not serve either
     recorded   the tokens that releases are held against are written
     refused    nothing was changed
+    lost       somebody broke its lock meanwhile; what is live is for whoever has the lock now
 
 What is live is what the promotion log says last. `current` and `service.json` follow it: whoever
 is killed in between leaves them behind, and the next promotion starts from the log.
@@ -28,7 +29,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from remote import agent, managers
@@ -39,8 +40,19 @@ _GPU_LEFT = 0.03
 _ASKS = 4
 """How often the tokens are asked for while a service must stay well."""
 
+_FREE = 32 << 20
+"""Bytes without which no service is stopped, as the next one could not be written down."""
+_MOST = 64 << 20
+"""Bytes of an answer: what logprobs of all prompts take, and more."""
+
+
+class _Stay(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *of_no_use: Any) -> None:
+        """Nowhere: what another place says is nothing of this service."""
+
+
 # Nothing but this machine can be reached at 127.0.0.1, whatever the environment says of proxies.
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Stay)
 
 
 class Unfit(Exception):
@@ -51,11 +63,16 @@ class Cancelled(BaseException):
     """Somebody asks for the state before."""
 
 
+class Lost(BaseException):
+    """Somebody broke the lock, and nothing may be changed any more."""
+
+
 class Promoter:
     """One change of the live service.
 
     request: root, manager (of `managers.manager_of`), port, health (the inventory's), gpu (whether
-    the service has one), by, command, token (of the lock), keep, new_tokens, checks.
+    the service has one), by, command, token (of the lock), keep, new_tokens (of a recording) and
+    checks.
     checks: of each prompt `prompt`, `tokens` that must follow, and `others`: {step: tokens} that
     may stand there instead, after which nothing is compared, as what follows is another text.
     """
@@ -76,23 +93,55 @@ class Promoter:
         target: release (None for stock SGLang), phase, name, service (what `service.json` says).
         back: it was live once, and what came after it no longer counts.
         """
-        live = agent.promotions(self._root)["live"]
+        live = self._begins(target)
+
+        def log() -> None:
+            if self._request["what"] != "restart":
+                self._keep_lock()
+                entry = {**target, "result": "promoted", "back": back}
+                agent.promoted(self._root, {**entry, "by": self._request["by"]})
+
+        why = self._attempt(lambda: self._try(target)) or self._attempt(log)
+        if why is not None:
+            return self._restore(why, live, target)
+        if self._request["what"] != "restart":
+            self._prune()
+        return self._ends("promoted", f"{target['name']} is live", live, target)
+
+    def _begins(self, target: dict[str, Any]) -> dict[str, Any] | None:
+        """What is live. Refused, with nothing changed, where the target cannot come to be."""
+        live: dict[str, Any] | None = agent.promotions(self._root)["live"]
+        if self._request["what"] == "restart" and (
+            live is None or any(live.get(one) != target[one] for one in ("release", "phase"))
+        ):
+            raise agent.Refused(f"{target['name']} is not what is live by now")
+        place = pathlib.Path(agent.prepare(self._root)["root"])
+        release = target["release"]
+        if release is not None and not (place / "releases" / release / "release.json").is_file():
+            raise agent.Refused(f"there is no release {release}")
+        if shutil.disk_usage(place).free < _FREE:
+            raise agent.Refused(f"less than {_FREE >> 20} MB are free below {place}: make room")
         self._audit("begins", live, target)
+        return live
+
+    def _attempt(self, do: Callable[[], str | None]) -> str | None:
+        """Do it, and be deaf to signals from then on; why it failed, or None.
+
+        Whatever fails, a fault of this program too: what was live must serve again.
+        """
         try:
-            self._stop()
-            why = self._try(target)
-            _ignore_signals()
-            if why is None:
-                if self._request["what"] != "restart":
-                    entry = {**target, "result": "promoted", "back": back}
-                    agent.promoted(self._root, {**entry, "by": self._request["by"]})
-                    self._prune()
-                return self._ends("promoted", f"{target['name']} is live", live, target)
+            try:
+                return do()
+            except Exception as error:
+                return _told(error)
+            finally:
+                _ignore_signals()
         except Cancelled:
-            why = "cancelled"
-        except (Unfit, agent.Refused, OSError) as error:
-            why = str(error)
-        return self._restore(why, live, target)
+            return "cancelled"
+
+    def _keep_lock(self) -> None:
+        if not agent.has_lock(self._root, self._request["token"]):
+            raise Lost
 
     def _prune(self) -> None:
         """Remove old releases; what cannot be removed is no reason to take anything back."""
@@ -109,58 +158,54 @@ class Promoter:
 
         What was live before is live again afterwards.
         """
-        live = agent.promotions(self._root)["live"]
-        self._audit("begins", live, target)
-        found: dict[str, Any] | None = None
-        why = "cancelled"
-        try:
+        live = self._begins(target)
+
+        def ask() -> None:
             self._stop()
             self._start(target)
             self._step("asks", f"{len(prompts)} prompts, alone and together")
-            alone = [self._ask([prompt], likely=True)[0] for prompt in prompts]
-            together = self._ask(prompts, likely=True)
+            count = int(self._request["new_tokens"])
+            alone = [self._ask([prompt], count, likely=True)[0] for prompt in prompts]
+            together = self._ask(prompts, count, likely=True)
             found = {
                 "model": agent.model_of(self._root, self._request["model"]),
                 "prompts": prompts,
-                "new_tokens": self._request["new_tokens"],
+                "new_tokens": count,
                 "alone": alone,
                 "together": together,
                 "server": self._server_info(),
                 "at": time.time(),
                 "by": self._request["by"],
             }
-        except Cancelled:
-            pass
-        except (Unfit, agent.Refused, OSError) as error:
-            why = str(error)
-        _ignore_signals()
-        if found is None:
+            agent.put_tokens(self._root, found)
+
+        why = self._attempt(ask)
+        if why is not None:
             return self._restore(why, live, target)
-        agent.put_tokens(self._root, found)
         back = self._bring_back(live)
         if back is not None:
             return self._ends("down", f"the tokens are written, but {back}", live, target)
         return self._ends("recorded", "the tokens are written", live, target)
 
     def _try(self, target: dict[str, Any]) -> str | None:
-        """Start it and hold it against everything; None where it is fit, else why it is not.
+        """Stop what is, start it and hold it against everything; None where it is fit, else why.
 
         One that is not fit is marked bad, if it is a release; a host without room is not its fault.
         """
+        self._stop()
         try:
             self._start(target)
             self._check("tokens")
             self._sustain()
         except Unfit as error:
             if target["release"] is not None and self._request["what"] == "promote":
-                agent.mark_bad(self._root, target["release"], str(error))
-            return str(error)
+                agent.mark_bad(self._root, target["release"], _told(error))
+            return _told(error)
         return None
 
     def _restore(
         self, why: str, live: dict[str, Any] | None, target: dict[str, Any]
     ) -> dict[str, Any]:
-        _ignore_signals()
         self._step("restores", why)
         back = self._bring_back(live)
         name = target["name"]
@@ -181,12 +226,13 @@ class Promoter:
                 return None
             self._start(live)
             self._check("tokens")
-        except (Unfit, agent.Refused, OSError) as error:
-            return f"what was live before does not serve: {error}"
+        except Exception as error:  # an entry that cannot be used, too
+            return f"what was live before does not serve: {_told(error)}"
         return None
 
     def _stop(self, *, strict: bool = True) -> None:
         """strict: whether memory that somebody else holds is a reason to go no further."""
+        self._keep_lock()
         self._step("stops", "the service and every process of its group")
         self._manager.stop()
         taken = _listens(self._port)
@@ -222,6 +268,7 @@ class Promoter:
 
     def _start(self, target: dict[str, Any]) -> None:
         """Start it, and wait until it is healthy: as long as it lives and its log grows."""
+        self._keep_lock()
         self._step("starts", str(target["name"]))
         agent.put_service(self._root, "service.json", json.dumps(target["service"], indent=1))
         if target["release"] is None:
@@ -283,29 +330,40 @@ class Promoter:
             raise Unfit(f"its process has ended{self._last_words()}")
 
     def _healthy(self) -> bool:
+        url = f"http://127.0.0.1:{self._port}/health"
         try:
-            with _DIRECT.open(f"http://127.0.0.1:{self._port}/health", timeout=10) as answer:
+            with _within(10.0), _DIRECT.open(url, timeout=10) as answer:
                 return bool(answer.status == 200)
-        except (OSError, http.client.HTTPException):
+        except (OSError, ValueError, http.client.HTTPException):
             return False
 
     def _check(self, what: str) -> None:
         """Whether the tokens after each prompt are those that were recorded."""
         checks = self._request["checks"]
-        self._step("asks", f"{what}: {len(checks)} prompts of {self._request['new_tokens']} tokens")
-        answers = self._ask([check["prompt"] for check in checks])
+        if not checks:
+            return
+        count = len(checks[0]["tokens"])
+        self._step("asks", f"{what}: {len(checks)} prompts of {count} tokens")
+        answers = self._ask([check["prompt"] for check in checks], count)
         for number, check in enumerate(checks):
             fault = difference(check, answers[number]["tokens"])
             if fault is not None:
                 raise Unfit(f"other tokens than recorded: prompt {number}, {fault}")
 
-    def _ask(self, prompts: list[list[int]], likely: bool = False) -> list[dict[str, Any]]:
-        """tokens after each prompt, greedily; `likely`: the likeliest ones of each step as well."""
+    def _ask(
+        self, prompts: list[list[int]], count: int, likely: bool = False
+    ) -> list[dict[str, Any]]:
+        """`count` tokens after each, greedily; `likely`: the likeliest of each step as well."""
+        first = self._manager.status()["pid"]
+        if first is not None and agent.listens(self._root, first, self._port) is False:
+            raise agent.Refused(
+                f"port {self._port} is answered by another process than the service's: end that"
+            )
         body: dict[str, Any] = {
             "input_ids": prompts,
             "sampling_params": {
                 "temperature": 0.0,
-                "max_new_tokens": self._request["new_tokens"],
+                "max_new_tokens": count,
                 "ignore_eos": True,
             },
         }
@@ -316,29 +374,33 @@ class Promoter:
             data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )
+        limit_s = self._health["answer_s"]
         try:
-            with _DIRECT.open(request, timeout=self._health["answer_s"]) as answer:
-                said = json.load(answer)
+            with _within(limit_s), _DIRECT.open(request, timeout=limit_s) as answer:
+                said = _json_of(answer)
         except urllib.error.HTTPError as error:
-            with error:
+            text = ""
+            quietly = contextlib.suppress(OSError, ValueError, http.client.HTTPException)
+            with quietly, _within(10.0), error:
                 text = " ".join(error.read(300).decode("utf-8", "replace").split())
             raise Unfit(f"it does not generate: HTTP {error.code} {text}") from None
-        except (OSError, ValueError, http.client.HTTPException) as error:
+        except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
             raise Unfit(f"it does not generate: {error}{self._last_words()}") from None
         try:
             if len(said) != len(prompts):
                 raise ValueError(f"{len(said)} answers to {len(prompts)} prompts")
             return [_answer(one, likely) for one in said]
-        except (KeyError, TypeError, ValueError) as error:
-            raise Unfit(f"it does not generate as SGLang does: {error!r}") from None
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            raise Unfit(f"it does not generate as SGLang does: {error!r:.300}") from None
 
     def _server_info(self) -> dict[str, Any]:
         """What the server says of itself: its release, model, dtype."""
         wanted = ("version", "model_path", "dtype", "attention_backend", "kv_cache_dtype")
         for path in ("/server_info", "/get_server_info"):
+            url = f"http://127.0.0.1:{self._port}{path}"
             with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
-                with _DIRECT.open(f"http://127.0.0.1:{self._port}{path}", timeout=30) as answer:
-                    said = json.load(answer)
+                with _within(30.0), _DIRECT.open(url, timeout=30) as answer:
+                    said = _json_of(answer)
                 if isinstance(said, dict):
                     return {name: said[name] for name in wanted if name in said}
         return {}
@@ -357,12 +419,16 @@ class Promoter:
         return before + lines[-1][:300] if lines else ""
 
     def _step(self, step: str, text: str) -> None:
-        self._say({"step": step, "text": text})
+        self._say({"step": step, "text": _printable(text)})
 
     def _ends(
         self, result: str, text: str, live: dict[str, Any] | None, target: dict[str, Any]
     ) -> dict[str, Any]:
-        self._audit(result, live, target, text)
+        text = _printable(text)
+        try:
+            self._audit(result, live, target, text)
+        except (agent.Refused, OSError) as error:  # it is so, whether that says it or not
+            self._step("audit", f"cannot be written: {error}")
         return {"step": "ends", "result": result, "text": text}
 
     def _audit(
@@ -428,6 +494,40 @@ def gpus_held() -> list[str] | None:
     return held
 
 
+def _told(error: Exception) -> str:
+    """One line of it, and no more than one can read: a server may have said anything."""
+    known = isinstance(error, (Unfit, agent.Refused, OSError))
+    return _printable(str(error) if known else f"a fault of kd: {error!r}")[:700]
+
+
+def _printable(text: str) -> str:
+    """What a terminal only shows: no control character that a service has printed."""
+    return "".join(one if one.isprintable() else "?" for one in text)
+
+
+@contextlib.contextmanager
+def _within(seconds: float) -> Iterator[None]:
+    """A limit of the whole: a socket's own begins anew with each byte."""
+
+    def late(number: int, frame: object) -> None:
+        raise TimeoutError(f"no whole answer within {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _json_of(answer: Any) -> Any:
+    body = answer.read(_MOST + 1)
+    if len(body) > _MOST:
+        raise ValueError(f"an answer of more than {_MOST >> 20} MB")
+    return json.loads(body)
+
+
 def _answer(said: dict[str, Any], likely: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"tokens": [int(token) for token in said["output_ids"]]}
     if likely:
@@ -475,8 +575,13 @@ def main(request: dict[str, Any]) -> int:
             ends = promoter.record(request["target"], request["prompts"])
         else:
             ends = promoter.activate(request["target"], back=request["what"] == "rollback")
-    except (Cancelled, agent.Refused, OSError) as error:
-        ends = {"step": "ends", "result": "refused", "text": str(error) or "cancelled"}
+    except Cancelled:
+        ends = {"step": "ends", "result": "refused", "text": "cancelled"}
+    except Lost:
+        text = "its lock was broken: what is live is for whoever has the lock now"
+        ends = {"step": "ends", "result": "lost", "text": text}
+    except Exception as error:  # before anything was changed
+        ends = {"step": "ends", "result": "refused", "text": _told(error)}
     try:
         agent.unlock(request["root"], request["token"])
     except (agent.Refused, OSError) as error:

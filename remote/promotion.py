@@ -11,14 +11,16 @@ import dataclasses
 import getpass
 import json
 import secrets
+import signal
 import socket
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdtree_engine.errors import ConfigError
 from remote.errors import TransportError
 from remote.inventory import Host, Service
-from remote.jobs import follow, new_job_name
+from remote.jobs import JobGone, follow, new_job_name
 from remote.releases import ReleaseRefused, Releases
 from remote.service import Manager, manager_of, service_document
 from remote.transport import Transport
@@ -172,7 +174,6 @@ class LiveService:
         by = f"{getpass.getuser()}@{socket.gethostname()}"
         token, job = secrets.token_hex(16), new_job_name(what)
         health = self._host.health
-        asked = checks[0]["tokens"] if checks else ()
         request = {
             "what": what,
             "target": target,
@@ -188,19 +189,24 @@ class LiveService:
             "token": token,
             "checks": list(checks),
             "prompts": list(prompts),
-            "new_tokens": len(asked) or health.new_tokens,
+            "new_tokens": health.new_tokens,
         }
         self.releases.prepare()
+        asked = False
         try:
             self.releases.lock(owner=by, command=f"{command} ({job})", token=token)
             self.manager.install()
             self.releases.start_promoter(job, request)
-        except BaseException:
+        except BaseException as error:
             # The answer may be lost and the job begun: it has the token then, and ends as it can.
             if not self._begun(job):
                 self._unlock(token)
-            raise
-        return self._follow(job, note)
+                raise
+            if not isinstance(error, KeyboardInterrupt):
+                raise
+            self._cancel(job, note)
+            asked = True
+        return self._follow(job, token, note, asked)
 
     def _begun(self, job: str) -> bool:
         try:
@@ -215,7 +221,17 @@ class LiveService:
         with contextlib.suppress(TransportError):  # what went wrong before is what is told
             self.releases.unlock(token)
 
-    def _follow(self, job: str, note: Callable[[str], None]) -> Outcome:
+    def _cancel(self, job: str, note: Callable[[str], None]) -> None:
+        note("the host is asked to put back what was live; once more leaves it alone")
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):  # the first may have made it deaf
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    signal.signal(number, signal.default_int_handler)
+        self.releases.end_job(job)
+
+    def _follow(
+        self, job: str, token: str, note: Callable[[str], None], asked: bool = False
+    ) -> Outcome:
         ends: dict[str, Any] = {}
         other: list[str] = []
 
@@ -228,7 +244,6 @@ class LiveService:
                 return
             ends.update(found)
 
-        asked = False
         while True:
             try:
                 follow(self.releases, job, said)
@@ -238,20 +253,25 @@ class LiveService:
                     note(f"left to the host, where it goes on: kd status --host {self._host.name}")
                     raise
                 asked = True
-                note("the host is asked to put back what was live; once more leaves it alone")
-                self.releases.end_job(job)
+                self._cancel(job, note)
                 ends.clear()
+            except JobGone:
+                break
             except TransportError as error:
                 raise TransportError(
                     f"{error.problem}; what was begun there goes on",
                     remedy=f"kd status --host {self._host.name}",
                 ) from error
+        if not ends:  # it was ended before its first step
+            self._unlock(token)
+            if asked:
+                raise KeyboardInterrupt
         if "result" not in ends:
             raise TransportError(
                 f"host {self._host.name}: job {job} ended without a result: "
                 f"{other[-1] if other else 'it said nothing'}",
                 remedy=f"kd status --host {self._host.name}; kd unlock; then the same again",
             )
-        if asked and ends["result"] != "promoted":
+        if asked and ends["result"] in ("restored", "stopped", "refused"):
             raise KeyboardInterrupt
         return Outcome(str(ends["result"]), str(ends["text"]), job)

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
-from stand_in_host import StandInHost
+from stand_in_host import StandInHost, interrupts
 
 from phases.recorded import expected
 from remote import promoter
@@ -139,13 +139,9 @@ def test_processes_of_a_service_that_died_are_ended_too(host: StandInHost) -> No
 
 def test_ctrl_c_puts_back_what_was_live(host: StandInHost) -> None:
     assert host.promote(host.place("good")).done
-    main = threading.current_thread().ident
-    assert main is not None
-    timer = threading.Timer(4.0, signal.pthread_kill, (main, signal.SIGINT))
-    timer.start()
+    interrupts(host, "starts: phase 3 of slow")
     with pytest.raises(KeyboardInterrupt):
         host.promote(host.place("slow", "silent"))
-    timer.cancel()
     assert any("asked to put back" in line for line in host.said)
     host.is_well("good")
     assert not any(one["bad"] for one in host.releases.known()["releases"])

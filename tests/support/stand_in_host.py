@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
+import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 import zipfile
@@ -142,3 +144,22 @@ class StandInHost:
             while (self.root / "service" / "supervisord.pid").exists():
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
+
+
+def interrupts(host: StandInHost, *lines: str) -> threading.Thread:
+    """Ctrl-C to this thread each time that the next of these begins a line that was said."""
+    main = threading.main_thread().ident
+    assert main is not None
+    seen = len(host.said)
+
+    def watch() -> None:
+        place = seen
+        for wanted in lines:
+            while not any(line.startswith(wanted) for line in host.said[place:]):
+                time.sleep(0.02)
+            place = len(host.said)
+            signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread

@@ -4,8 +4,8 @@
 
 What it does stands in a file `behaviour` of the first folder on PYTHONPATH, as a release's `site`
 is: nothing (it is right), `wrong`, `wrong later`, `dies`, `dies later`, `silent` (never healthy),
-`no tokens` (healthy, and fails to generate), `slow` (three seconds until it is healthy) or
-`stubborn` (a child of it ignores being asked to end).
+`no tokens` (healthy, and fails to generate), `slow` (three seconds until it is healthy), `deaf`
+(it never listens) or `stubborn` (a child of it ignores being asked to end).
 """
 
 from __future__ import annotations
@@ -86,6 +86,8 @@ def main() -> None:
         )
         subprocess.Popen([sys.executable, "-c", ignore])
     signal.signal(signal.SIGTERM, lambda *of_no_use: os._exit(0))
+    if behaviour == "deaf":
+        time.sleep(600)
     port = int(sys.argv[sys.argv.index("--port") + 1])
     http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
