@@ -42,6 +42,7 @@ _ASKS = 4
 
 _FREE = 32 << 20
 """Bytes without which no service is stopped, as the next one could not be written down."""
+_ROOM = 1 << 20
 _MOST = 64 << 20
 """Bytes of an answer: what logprobs of all prompts take, and more."""
 
@@ -121,6 +122,8 @@ class Promoter:
             raise agent.Refused(f"there is no release {release}")
         if shutil.disk_usage(place).free < _FREE:
             raise agent.Refused(f"less than {_FREE >> 20} MB are free below {place}: make room")
+        # Kept for what must be written to bring back what is live, should the disk be filled.
+        agent.put_service(self._root, "room", "-" * _ROOM)
         self._audit("begins", live, target)
         return live
 
@@ -220,12 +223,18 @@ class Promoter:
     def _bring_back(self, live: dict[str, Any] | None) -> str | None:
         """Let what was live serve again, or nothing where nothing did; why that failed."""
         try:
+            self._free_room()
+            if live is not None:  # the inventory may name another port by now
+                self._port = int(live.get("port") or self._port)
             self._stop(strict=False)
             if live is None:
                 agent.remove_service(self._root)
                 return None
             self._start(live)
-            self._check("tokens")
+            if _model(live) in (None, self._request["model"]):
+                self._check("tokens")
+            else:
+                self._step("asks", "nothing, as what was live has another model than these tokens")
         except Exception as error:  # an entry that cannot be used, too
             return f"what was live before does not serve: {_told(error)}"
         return None
@@ -421,11 +430,15 @@ class Promoter:
     def _step(self, step: str, text: str) -> None:
         self._say({"step": step, "text": _printable(text)})
 
+    def _free_room(self) -> None:
+        (self._log.parent / "room").unlink(missing_ok=True)
+
     def _ends(
         self, result: str, text: str, live: dict[str, Any] | None, target: dict[str, Any]
     ) -> dict[str, Any]:
         text = _printable(text)
         try:
+            self._free_room()
             self._audit(result, live, target, text)
         except (agent.Refused, OSError) as error:  # it is so, whether that says it or not
             self._step("audit", f"cannot be written: {error}")
@@ -461,6 +474,12 @@ def difference(check: dict[str, Any], tokens: list[int]) -> str | None:
                 return None
             return f"token {step}: {tokens[step]} instead of {right}"
     return None
+
+
+def _model(entry: dict[str, Any]) -> str | None:
+    """The model that an entry of the promotion log is started with."""
+    command = entry["service"]["command"]
+    return command[command.index("--model-path") + 1] if "--model-path" in command else None
 
 
 def gpus_held() -> list[str] | None:

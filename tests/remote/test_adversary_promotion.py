@@ -151,12 +151,12 @@ class Rig:
     ) -> None:
         self.servers["bad"] = lambda: Server(self.port, tokens, health)
 
-    def promoter(self, what: str = "promote") -> promoter.Promoter:
+    def promoter(self, what: str = "promote", port: int | None = None) -> promoter.Promoter:
         request = {
             "root": str(self.root),
             "what": what,
             "manager": {},
-            "port": self.port,
+            "port": port or self.port,
             "health": HEALTH,
             "gpu": False,
             "model": str(self.root / "model"),
@@ -352,6 +352,55 @@ def test_what_a_rollback_goes_to_is_not_pruned(tmp_path: pathlib.Path) -> None:
     agent.prune(root, 1)
     names = [one["release"] for one in agent.releases(root)["releases"]]
     assert agent.promotions(root)["previous"]["release"] in names
+
+
+def test_a_disk_that_a_bad_service_fills_does_not_keep_the_good_one_down(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = False
+
+    def fills(connection: socket.socket) -> None:
+        nonlocal full
+        full = True
+        says(9)(connection)
+
+    rig.bad(fills)
+    room = rig.root / "service/room"
+    _failing(monkeypatch, "put_service", agent.put_service, lambda *of: full and not freed(room))
+    ends = rig.promote()
+    assert ends["result"] == "restored", ends
+    assert rig.manager.serves == "good"
+    assert not room.exists()
+
+
+def freed(room: pathlib.Path) -> bool:
+    return not room.exists()
+
+
+def test_what_was_live_is_looked_for_at_its_own_port(rig: Rig) -> None:
+    """The inventory names another port since."""
+    agent.promoted(
+        str(rig.root), {**target("good"), "result": "promoted", "by": "me", "port": rig.port}
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        other = int(probe.getsockname()[1])
+    rig.servers["bad"] = lambda: Server(other, says(9))
+    ends = rig.promoter(port=other).activate(target("bad"), back=False)
+    assert ends["result"] == "restored", ends
+
+
+def test_what_was_live_with_another_model_is_not_held_against_the_new_one_s_tokens(
+    rig: Rig,
+) -> None:
+    rig.servers["old"] = lambda: Server(rig.port, says(7, 7, 7))
+    old = target("old")
+    old["service"]["command"] += ["--model-path", "/models/old"]
+    agent.promoted(str(rig.root), {**old, "result": "promoted", "by": "me"})
+    rig.bad(says(9))
+    ends = rig.promote()
+    assert ends["result"] == "restored", ends
+    assert rig.manager.serves == "old"
 
 
 # With a real supervisord, as in test_promotion.py.
