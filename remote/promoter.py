@@ -37,6 +37,8 @@ from remote import agent, managers
 _GPU_LIMIT_S = 90.0
 _GPU_LEFT = 0.03
 """Of a GPU's memory: what drivers keep while nobody uses it, and more."""
+_COMPARED = 0.5
+"""Of the tokens, at least: near-ties excuse the rest, as in the gates."""
 _ASKS = 4
 """How often the tokens are asked for while a service must stay well."""
 
@@ -358,6 +360,12 @@ class Promoter:
             fault = difference(check, answers[number]["tokens"])
             if fault is not None:
                 raise Unfit(f"other tokens than recorded: prompt {number}, {fault}")
+        equal = sum(_equal(check, answers[number]["tokens"]) for number, check in enumerate(checks))
+        if equal < _COMPARED * count * len(checks):
+            raise Unfit(
+                f"other tokens than recorded: {equal} of {count * len(checks)} are equal before a "
+                f"near-tie, expected at least {_COMPARED:.0%}"
+            )
 
     def _ask(
         self, prompts: list[list[int]], count: int, likely: bool = False
@@ -480,6 +488,12 @@ def _model(entry: dict[str, Any]) -> str | None:
     """The model that an entry of the promotion log is started with."""
     command = entry["service"]["command"]
     return command[command.index("--model-path") + 1] if "--model-path" in command else None
+
+
+def _equal(check: dict[str, Any], tokens: list[int]) -> int:
+    """How many tokens are those that a check wants, up to the first other one."""
+    wanted = check["tokens"]
+    return next((step for step, one in enumerate(tokens) if one != wanted[step]), len(tokens))
 
 
 def gpus_held() -> list[str] | None:

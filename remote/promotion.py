@@ -133,6 +133,11 @@ class LiveService:
         note: Callable[[str], None],
     ) -> Outcome:
         """`rollback` to an entry of the promotion log, or `restart` what is live."""
+        if any(name not in entry for name in ("phase", "name", "service")):
+            raise ConfigError(
+                f"host {self._host.name}: the promotion log does not say how it was started",
+                remedy="kd promote",
+            )
         kept = {name: entry[name] for name in ("release", "phase", "name", "service")}
         kept["port"] = entry.get("port", self._service.port)
         return self._change(what, kept, checks, command=command, note=note)

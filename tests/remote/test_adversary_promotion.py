@@ -17,7 +17,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -151,7 +152,12 @@ class Rig:
     ) -> None:
         self.servers["bad"] = lambda: Server(self.port, tokens, health)
 
-    def promoter(self, what: str = "promote", port: int | None = None) -> promoter.Promoter:
+    def promoter(
+        self,
+        what: str = "promote",
+        port: int | None = None,
+        others: Mapping[str, list[int]] = MappingProxyType({}),
+    ) -> promoter.Promoter:
         request = {
             "root": str(self.root),
             "what": what,
@@ -165,7 +171,7 @@ class Rig:
             "token": self.token,
             "keep": 1,
             "new_tokens": len(RIGHT),
-            "checks": [{"prompt": [1, 2], "tokens": RIGHT, "others": {}}],
+            "checks": [{"prompt": [1, 2], "tokens": RIGHT, "others": others}],
         }
         return promoter.Promoter(request, self.said.append)
 
@@ -403,6 +409,20 @@ def test_what_was_live_with_another_model_is_not_held_against_the_new_one_s_toke
     assert rig.manager.serves == "old"
 
 
+def test_near_ties_do_not_excuse_a_server_that_is_wholly_wrong(rig: Rig) -> None:
+    """A near-tie at the first token of each prompt, and nonsense after it."""
+    rig.bad(says(8, 0, 0))
+    ends = rig.promoter(others={"0": [8]}).activate(target("bad"), back=False)
+    assert ends["result"] == "restored", ends
+    assert "0 of 3 are equal" in ends["text"]
+
+
+def test_a_damaged_line_of_the_audit_log_hides_no_other(tmp_path: pathlib.Path) -> None:
+    agent.prepare(str(tmp_path))
+    (tmp_path / "audit.jsonl").write_bytes(b'\xff\x00\n[1]\n{"did": "a"}\nnot JSON\n')
+    assert agent.audited(str(tmp_path), 5) == {"entries": [{"did": "a"}]}
+
+
 # With a real supervisord, as in test_promotion.py.
 
 
@@ -568,6 +588,9 @@ def test_a_record_that_is_of_no_use_is_made_anew(host: Host, kd: Callable[..., R
     assert "kd record" in str(kd("promote", "stock").exception)
     assert kd("record").exit_code == 0
     assert kd("promote", "stock").exit_code == 0
+    (host.root / "tokens.json").write_text("no JSON")
+    assert kd("record").exit_code == 0
+    host.is_well(None)
 
 
 @pytest.mark.slow
