@@ -394,10 +394,10 @@ def unlock(root: str, token: str) -> dict[str, bool]:
     return {"was_locked": True}
 
 
-def has_lock(root: str, token: str) -> bool:
-    """Whether the lock is this token's."""
+def has_lock(root: str, token: str) -> bool | None:
+    """Whether the lock is this token's; None where nobody has it."""
     held = _holder(_root(root))
-    return held is not None and held.get("token") == _digest(token)
+    return None if held is None else held.get("token") == _digest(token)
 
 
 def break_lock(root: str, owner: str, at: float) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class Cancelled(BaseException):
 
 
 class Lost(BaseException):
-    """Somebody broke the lock, and nothing may be changed any more."""
+    """Somebody broke the lock and another has it: nothing may be changed any more."""
 
 
 class Promoter:
@@ -89,6 +89,7 @@ class Promoter:
         self._manager = managers.manager_of(self._root, request["manager"])
         self._log = pathlib.Path(self._root).expanduser() / "service" / "service.log"
         self._log_start = 0
+        self._going_back = False
 
     def activate(self, target: dict[str, Any], *, back: bool) -> dict[str, Any]:
         """Make `target` live, or what was before live again.
@@ -145,7 +146,11 @@ class Promoter:
             return "cancelled"
 
     def _keep_lock(self) -> None:
-        if not agent.has_lock(self._root, self._request["token"]):
+        """Where the lock was broken and nobody has it since, all that is done is to go back."""
+        mine = agent.has_lock(self._root, self._request["token"])
+        if mine is None and not self._going_back:
+            raise agent.Refused("its lock was broken")
+        if mine is False:
             raise Lost
 
     def _prune(self) -> None:
@@ -224,6 +229,7 @@ class Promoter:
 
     def _bring_back(self, live: dict[str, Any] | None) -> str | None:
         """Let what was live serve again, or nothing where nothing did; why that failed."""
+        self._going_back = True
         try:
             self._free_room()
             if live is not None:  # the inventory may name another port by now

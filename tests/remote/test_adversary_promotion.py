@@ -326,6 +326,20 @@ def test_a_lock_that_was_broken_ends_the_promotion_before_the_log(rig: Rig) -> N
     assert rig.manager.serves == "bad", "it is for the lock's new owner"
 
 
+def test_a_lock_that_was_broken_and_is_nobody_s_ends_in_what_was_live(rig: Rig) -> None:
+    def broken(connection: socket.socket) -> None:
+        holder = agent.lock_holder(str(rig.root))["holder"]
+        if holder is not None:
+            agent.break_lock(str(rig.root), "me", holder["at"])
+        says(*RIGHT)(connection)
+
+    rig.bad(broken)
+    ends = rig.promote()
+    assert ends["result"] == "restored"
+    assert "its lock was broken" in ends["text"]
+    assert (rig.manager.serves, rig.live()) == ("good", "good")
+
+
 def test_a_full_disk_is_seen_before_the_live_service_is_stopped(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
