@@ -520,13 +520,15 @@ def _live_status(host_name: str) -> dict[str, Any]:
             "followed": found["followed"],
             "previous": before,
             "lock": live.releases.lock_holder(),
-            "tokens": record and {name: record[name] for name in ("at", "by", "server")},
+            "tokens": record and {name: record.get(name) for name in ("at", "by", "server")},
             "audit": live.releases.audited(5),
         }
 
 
 def _print_live(found: dict[str, Any]) -> None:
-    def when(at: float) -> str:
+    def when(at: Any) -> str:
+        if not isinstance(at, (int, float)):
+            return "at an unknown time"
         return f"{datetime.datetime.fromtimestamp(at, datetime.UTC):%Y-%m-%d %H:%M:%S} UTC"
 
     service, live, lock = found["service"], found["live"], found["lock"]
@@ -542,7 +544,8 @@ def _print_live(found: dict[str, Any]) -> None:
     rows += [
         (
             "done",
-            f"{when(one['at'])} {one['by']}: {one['did']}, {one['result']}; {one.get('text', '')}",
+            f"{when(one.get('at'))} {one.get('by')}: {one.get('did')}, {one.get('result')}; "
+            f"{one.get('text', '')}",
         )
         for one in found["audit"]
     ]
@@ -1347,15 +1350,15 @@ def record_tokens(ctx: click.Context, host_names: str, as_json: bool) -> None:
     asked for greedy tokens. What is live stops meanwhile, and is live again afterwards.
     """
     from phases.recorded import draw_prompts, expected, without_speculation
+    from remote.releases import ReleaseRefused
 
     def one(host: Any) -> tuple[dict[str, Any], int]:
         with _live_service(host) as live:
-            before = live.releases.tokens()
-            if before is not None:
-                try:
-                    live.checks_of_live = expected(before).checks
-                except ConfigError as error:  # that is why it is recorded anew
-                    _note(f"what is live will be started again unchecked: {error.problem}")
+            try:
+                before = live.releases.tokens()
+                live.checks_of_live = () if before is None else expected(before).checks
+            except (ConfigError, ReleaseRefused) as error:  # that is why it is recorded anew
+                _note(f"what is live will be started again unchecked: {error.problem}")
             model = live.model()
             prompts = draw_prompts(
                 vocabulary=model["vocabulary"],

@@ -408,10 +408,10 @@ def unlock(root: str, token: str) -> dict[str, bool]:
     return {"was_locked": True}
 
 
-def has_lock(root: str, token: str) -> bool:
-    """Whether the lock is this token's."""
+def has_lock(root: str, token: str) -> bool | None:
+    """Whether the lock is this token's; None where nobody has it."""
     held = _holder(_root(root))
-    return held is not None and held.get("token") == _digest(token)
+    return None if held is None else held.get("token") == _digest(token)
 
 
 def break_lock(root: str, owner: str, at: float) -> dict[str, Any]:
@@ -746,8 +746,18 @@ def audit(root: str, entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def audited(root: str, last: int) -> dict[str, Any]:
-    """The last lines of the audit log, oldest first."""
-    return {"entries": _lines(_root(root) / "audit.jsonl")[-last:]}
+    """The last lines of the audit log that can be read, oldest first."""
+    try:
+        lines = (_root(root) / "audit.jsonl").read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return {"entries": []}
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            entry = json.loads(line)
+            if isinstance(entry, dict):
+                found.append(entry)
+    return {"entries": found[-last:]}
 
 
 def _root(root: str) -> pathlib.Path:

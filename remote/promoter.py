@@ -37,11 +37,14 @@ from remote import agent, managers
 _GPU_LIMIT_S = 90.0
 _GPU_LEFT = 0.03
 """Of a GPU's memory: what drivers keep while nobody uses it, and more."""
+_COMPARED = 0.5
+"""Of the tokens, at least: near-ties excuse the rest, as in the gates."""
 _ASKS = 4
 """How often the tokens are asked for while a service must stay well."""
 
 _FREE = 32 << 20
 """Bytes without which no service is stopped, as the next one could not be written down."""
+_ROOM = 1 << 20
 _MOST = 64 << 20
 """Bytes of an answer: what logprobs of all prompts take, and more."""
 
@@ -64,7 +67,7 @@ class Cancelled(BaseException):
 
 
 class Lost(BaseException):
-    """Somebody broke the lock, and nothing may be changed any more."""
+    """Somebody broke the lock and another has it: nothing may be changed any more."""
 
 
 class Promoter:
@@ -86,6 +89,7 @@ class Promoter:
         self._manager = managers.manager_of(self._root, request["manager"])
         self._log = pathlib.Path(self._root).expanduser() / "service" / "service.log"
         self._log_start = 0
+        self._going_back = False
 
     def activate(self, target: dict[str, Any], *, back: bool) -> dict[str, Any]:
         """Make `target` live, or what was before live again.
@@ -121,6 +125,8 @@ class Promoter:
             raise agent.Refused(f"there is no release {release}")
         if shutil.disk_usage(place).free < _FREE:
             raise agent.Refused(f"less than {_FREE >> 20} MB are free below {place}: make room")
+        # Kept for what must be written to bring back what is live, should the disk be filled.
+        agent.put_service(self._root, "room", "-" * _ROOM)
         self._audit("begins", live, target)
         return live
 
@@ -140,7 +146,11 @@ class Promoter:
             return "cancelled"
 
     def _keep_lock(self) -> None:
-        if not agent.has_lock(self._root, self._request["token"]):
+        """Where the lock was broken and nobody has it since, all that is done is to go back."""
+        mine = agent.has_lock(self._root, self._request["token"])
+        if mine is None and not self._going_back:
+            raise agent.Refused("its lock was broken")
+        if mine is False:
             raise Lost
 
     def _prune(self) -> None:
@@ -219,13 +229,20 @@ class Promoter:
 
     def _bring_back(self, live: dict[str, Any] | None) -> str | None:
         """Let what was live serve again, or nothing where nothing did; why that failed."""
+        self._going_back = True
         try:
+            self._free_room()
+            if live is not None:  # the inventory may name another port by now
+                self._port = int(live.get("port") or self._port)
             self._stop(strict=False)
             if live is None:
                 agent.remove_service(self._root)
                 return None
             self._start(live)
-            self._check("tokens")
+            if _model(live) in (None, self._request["model"]):
+                self._check("tokens")
+            else:
+                self._step("asks", "nothing, as what was live has another model than these tokens")
         except Exception as error:  # an entry that cannot be used, too
             return f"what was live before does not serve: {_told(error)}"
         return None
@@ -349,6 +366,12 @@ class Promoter:
             fault = difference(check, answers[number]["tokens"])
             if fault is not None:
                 raise Unfit(f"other tokens than recorded: prompt {number}, {fault}")
+        equal = sum(_equal(check, answers[number]["tokens"]) for number, check in enumerate(checks))
+        if equal < _COMPARED * count * len(checks):
+            raise Unfit(
+                f"other tokens than recorded: {equal} of {count * len(checks)} are equal before a "
+                f"near-tie, expected at least {_COMPARED:.0%}"
+            )
 
     def _ask(
         self, prompts: list[list[int]], count: int, likely: bool = False
@@ -421,11 +444,15 @@ class Promoter:
     def _step(self, step: str, text: str) -> None:
         self._say({"step": step, "text": _printable(text)})
 
+    def _free_room(self) -> None:
+        (self._log.parent / "room").unlink(missing_ok=True)
+
     def _ends(
         self, result: str, text: str, live: dict[str, Any] | None, target: dict[str, Any]
     ) -> dict[str, Any]:
         text = _printable(text)
         try:
+            self._free_room()
             self._audit(result, live, target, text)
         except (agent.Refused, OSError) as error:  # it is so, whether that says it or not
             self._step("audit", f"cannot be written: {error}")
@@ -461,6 +488,18 @@ def difference(check: dict[str, Any], tokens: list[int]) -> str | None:
                 return None
             return f"token {step}: {tokens[step]} instead of {right}"
     return None
+
+
+def _model(entry: dict[str, Any]) -> str | None:
+    """The model that an entry of the promotion log is started with."""
+    command = entry["service"]["command"]
+    return command[command.index("--model-path") + 1] if "--model-path" in command else None
+
+
+def _equal(check: dict[str, Any], tokens: list[int]) -> int:
+    """How many tokens are those that a check wants, up to the first other one."""
+    wanted = check["tokens"]
+    return next((step for step, one in enumerate(tokens) if one != wanted[step]), len(tokens))
 
 
 def gpus_held() -> list[str] | None:

@@ -97,6 +97,7 @@ class LiveService:
             "release": target.release,
             "phase": target.phase,
             "name": target.name,
+            "port": self._service.port,
             "service": service_document(
                 self._service,
                 python=self._python,
@@ -132,7 +133,13 @@ class LiveService:
         note: Callable[[str], None],
     ) -> Outcome:
         """`rollback` to an entry of the promotion log, or `restart` what is live."""
+        if any(name not in entry for name in ("phase", "name", "service")):
+            raise ConfigError(
+                f"host {self._host.name}: the promotion log does not say how it was started",
+                remedy="kd promote",
+            )
         kept = {name: entry[name] for name in ("release", "phase", "name", "service")}
+        kept["port"] = entry.get("port", self._service.port)
         return self._change(what, kept, checks, command=command, note=note)
 
     def record(
@@ -178,7 +185,7 @@ class LiveService:
             "what": what,
             "target": target,
             "manager": self.manager.about,
-            "port": self._service.port,
+            "port": target.get("port", self._service.port),
             "health": health.model_dump(),
             "gpu": self._host.cuda_arch is not None,
             "model": self._service.model_path,

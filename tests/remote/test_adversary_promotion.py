@@ -16,7 +16,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -145,12 +146,17 @@ class Rig:
     ) -> None:
         self.servers["bad"] = lambda: Server(self.port, tokens, health)
 
-    def promoter(self, what: str = "promote") -> promoter.Promoter:
+    def promoter(
+        self,
+        what: str = "promote",
+        port: int | None = None,
+        others: Mapping[str, list[int]] = MappingProxyType({}),
+    ) -> promoter.Promoter:
         request = {
             "root": str(self.root),
             "what": what,
             "manager": {},
-            "port": self.port,
+            "port": port or self.port,
             "health": HEALTH,
             "gpu": False,
             "model": str(self.root / "model"),
@@ -159,7 +165,7 @@ class Rig:
             "token": self.token,
             "keep": 1,
             "new_tokens": len(RIGHT),
-            "checks": [{"prompt": [1, 2], "tokens": RIGHT, "others": {}}],
+            "checks": [{"prompt": [1, 2], "tokens": RIGHT, "others": others}],
         }
         return promoter.Promoter(request, self.said.append)
 
@@ -314,6 +320,20 @@ def test_a_lock_that_was_broken_ends_the_promotion_before_the_log(rig: Rig) -> N
     assert rig.manager.serves == "bad", "it is for the lock's new owner"
 
 
+def test_a_lock_that_was_broken_and_is_nobody_s_ends_in_what_was_live(rig: Rig) -> None:
+    def broken(connection: socket.socket) -> None:
+        holder = agent.lock_holder(str(rig.root))["holder"]
+        if holder is not None:
+            agent.break_lock(str(rig.root), "me", holder["at"])
+        says(*RIGHT)(connection)
+
+    rig.bad(broken)
+    ends = rig.promote()
+    assert ends["result"] == "restored"
+    assert "its lock was broken" in ends["text"]
+    assert (rig.manager.serves, rig.live()) == ("good", "good")
+
+
 def test_a_full_disk_is_seen_before_the_live_service_is_stopped(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,6 +366,69 @@ def test_what_a_rollback_goes_to_is_not_pruned(tmp_path: pathlib.Path) -> None:
     agent.prune(root, 1)
     names = [one["release"] for one in agent.releases(root)["releases"]]
     assert agent.promotions(root)["previous"]["release"] in names
+
+
+def test_a_disk_that_a_bad_service_fills_does_not_keep_the_good_one_down(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = False
+
+    def fills(connection: socket.socket) -> None:
+        nonlocal full
+        full = True
+        says(9)(connection)
+
+    rig.bad(fills)
+    room = rig.root / "service/room"
+    _failing(monkeypatch, "put_service", agent.put_service, lambda *of: full and not freed(room))
+    ends = rig.promote()
+    assert ends["result"] == "restored", ends
+    assert rig.manager.serves == "good"
+    assert not room.exists()
+
+
+def freed(room: pathlib.Path) -> bool:
+    return not room.exists()
+
+
+def test_what_was_live_is_looked_for_at_its_own_port(rig: Rig) -> None:
+    """The inventory names another port since."""
+    agent.promoted(
+        str(rig.root), {**target("good"), "result": "promoted", "by": "me", "port": rig.port}
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        other = int(probe.getsockname()[1])
+    rig.servers["bad"] = lambda: Server(other, says(9))
+    ends = rig.promoter(port=other).activate(target("bad"), back=False)
+    assert ends["result"] == "restored", ends
+
+
+def test_what_was_live_with_another_model_is_not_held_against_the_new_one_s_tokens(
+    rig: Rig,
+) -> None:
+    rig.servers["old"] = lambda: Server(rig.port, says(7, 7, 7))
+    old = target("old")
+    old["service"]["command"] += ["--model-path", "/models/old"]
+    agent.promoted(str(rig.root), {**old, "result": "promoted", "by": "me"})
+    rig.bad(says(9))
+    ends = rig.promote()
+    assert ends["result"] == "restored", ends
+    assert rig.manager.serves == "old"
+
+
+def test_near_ties_do_not_excuse_a_server_that_is_wholly_wrong(rig: Rig) -> None:
+    """A near-tie at the first token of each prompt, and nonsense after it."""
+    rig.bad(says(8, 0, 0))
+    ends = rig.promoter(others={"0": [8]}).activate(target("bad"), back=False)
+    assert ends["result"] == "restored", ends
+    assert "0 of 3 are equal" in ends["text"]
+
+
+def test_a_damaged_line_of_the_audit_log_hides_no_other(tmp_path: pathlib.Path) -> None:
+    agent.prepare(str(tmp_path))
+    (tmp_path / "audit.jsonl").write_bytes(b'\xff\x00\n[1]\n{"did": "a"}\nnot JSON\n')
+    assert agent.audited(str(tmp_path), 5) == {"entries": [{"did": "a"}]}
 
 
 # With a real supervisord, as in test_promotion.py.
@@ -510,6 +593,9 @@ def test_a_record_that_is_of_no_use_is_made_anew(
     assert "kd record" in str(kd("promote", "stock").exception)
     assert kd("record").exit_code == 0
     assert kd("promote", "stock").exit_code == 0
+    (host.root / "tokens.json").write_text("no JSON")
+    assert kd("record").exit_code == 0
+    host.is_well(None)
 
 
 @pytest.mark.slow
