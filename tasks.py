@@ -533,19 +533,24 @@ def _print_live(found: dict[str, Any]) -> None:
 
     service, live, lock = found["service"], found["live"], found["lock"]
     pid = f", process {service['pid']}" if service["pid"] else ""
+    unrecorded = f"not recorded (kd record --host {found['host']})"
     rows = [
         ("service", f"{service['state']}{pid}"),
         ("live", f"{live['name']}, by {live['by']}, {when(live['at'])}" if live else "nothing"),
         *([] if found["followed"] else [("", "another is set up there: kd restart, or promote")]),
         ("before", found["previous"]["name"] if found["previous"] else "nothing"),
         ("lock", f"{lock['owner']}, {when(lock['at'])}: {lock['command']}" if lock else "free"),
-        ("tokens", when(found["tokens"]["at"]) if found["tokens"] else "not recorded (kd record)"),
+        ("tokens", when(found["tokens"]["at"]) if found["tokens"] else unrecorded),
     ]
     rows += [
         (
             "done",
-            f"{when(one.get('at'))} {one.get('by')}: {one.get('did')}, {one.get('result')}; "
-            f"{one.get('text', '')}",
+            f"{when(one.get('at'))} {one.get('by')}: {one.get('did')}, {one.get('result')}"
+            + (
+                f"; {text}"
+                if (text := one.get("text") or one.get("to") or one.get("release"))
+                else ""
+            ),
         )
         for one in found["audit"]
     ]
@@ -1517,7 +1522,10 @@ def restart(ctx: click.Context, host_names: str, as_json: bool) -> None:
         with _live_service(host) as live:
             entry = live.releases.promotions()["live"]
             if entry is None:
-                raise ConfigError(f"host {host.name}: nothing is live", remedy="kd promote")
+                raise ConfigError(
+                    f"host {host.name}: nothing is live",
+                    remedy=f"kd promote N --host {host.name}",
+                )
             command = f"kd restart --host {host.name}"
             outcome = live.again("restart", entry, _checks(live), command=command, note=_note)
         return _changed(outcome, host.name, as_json)
@@ -1584,17 +1592,20 @@ def _checks(live: Any) -> list[dict[str, Any]]:
     """What a service must say, of the model that is there now."""
     from phases.recorded import expected
 
+    host = live.transport.host
+    remedy = f"kd record --host {host}"
     record = live.releases.tokens()
     if record is None:
         raise ConfigError(
-            "no tokens are recorded that a service could be held against", remedy="kd record"
+            f"host {host}: no tokens are recorded that a service could be held against",
+            remedy=remedy,
         )
     found = expected(record)
     model = live.model()
     if any(record["model"].get(name) != model[name] for name in ("path", "config", "files")):
         raise ConfigError(
-            f"the recorded tokens are of another model than {model['path']} is now",
-            remedy="kd record",
+            f"host {host}: the recorded tokens are of another model than {model['path']} is now",
+            remedy=remedy,
         )
     return found.checks
 
