@@ -520,12 +520,20 @@ def test_after_ctrl_c_what_is_down_is_said_to_be_down(host: Host) -> None:
 @pytest.mark.slow
 def test_ctrl_c_once_more_leaves_it_to_the_host(host: Host) -> None:
     assert host.promote(host.place("good", "slow")).done
+    host.place("new", "silent")
     main = threading.current_thread().ident
     assert main is not None
-    for at in (3.0, 5.0):
-        threading.Timer(at, signal.pthread_kill, (main, signal.SIGINT)).start()
+    before = len(host.said)
+
+    def twice() -> None:
+        for step in ("starts: phase 3 of new", "restores: cancelled"):
+            while step not in host.said[before:]:
+                time.sleep(0.05)
+            signal.pthread_kill(main, signal.SIGINT)
+
+    threading.Thread(target=twice, daemon=True).start()
     with signals_interrupt(), pytest.raises(KeyboardInterrupt):
-        host.promote(host.place("new", "silent"))
+        host.promote("new")
     assert any("left to the host" in line for line in host.said), host.said
     _ended(host)
     host.is_well("good")
