@@ -230,11 +230,11 @@ class LiveService:
 
     def _cancel(self, job: str, note: Callable[[str], None]) -> None:
         note("the host is asked to put back what was live; once more leaves it alone")
+        self.releases.end_job(job)
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):  # the first may have made it deaf
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     signal.signal(number, signal.default_int_handler)
-        self.releases.end_job(job)
 
     def _follow(
         self, job: str, token: str, note: Callable[[str], None], asked: bool = False
