@@ -227,7 +227,6 @@ def _elsewhere(connection: socket.socket) -> None:
         pytest.param(lambda one: one.sendall(answer(b"null")), healthy, id="null"),
     ],
 )
-@pytest.mark.timeout(40)
 def test_whatever_a_server_answers_what_was_live_serves_again(
     rig: Rig,
     tokens: Callable[[socket.socket], None],
