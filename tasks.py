@@ -1421,8 +1421,10 @@ def promote(
                 target, forced = _proven_target(live, host, wanted, release, force)
             found = live.releases.promotions()
             now = found["live"]
+            # Another service of the inventory is another thing to be live.
+            wanted_now = live.entry(target)
             same = now is not None and all(
-                now.get(name) == getattr(target, name) for name in ("release", "phase")
+                now.get(name) == wanted_now[name] for name in ("release", "phase", "service")
             )
             if same and found["followed"] and live.manager.status().state == "running":
                 click.echo(f"{target.name} is live already (kd restart starts it anew)", err=True)

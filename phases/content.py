@@ -57,7 +57,7 @@ def imported_files(root: pathlib.Path, module: str) -> list[pathlib.Path]:
         found[name] = path
         if "." in name:
             waiting.append(name.rpartition(".")[0])
-        waiting.extend(_imports(root, name, path))
+        waiting.extend(_imports(root, name, path, path.stat().st_mtime_ns))
     return sorted(found.values())
 
 
@@ -88,12 +88,13 @@ def _path(root: pathlib.Path, name: str) -> pathlib.Path | None:
 
 
 @functools.cache
-def _tree(path: pathlib.Path, mtime_ns: int) -> ast.Module:
-    return ast.parse(path.read_bytes(), filename=str(path))
+def _imports(root: pathlib.Path, name: str, path: pathlib.Path, mtime_ns: int) -> list[str]:
+    """What a module imports. mtime_ns: of its file, which is read again once that has changed."""
+    return list(_imported(root, name, path))
 
 
-def _imports(root: pathlib.Path, name: str, path: pathlib.Path) -> Iterator[str]:
-    for node in _executed(_tree(path, path.stat().st_mtime_ns)):
+def _imported(root: pathlib.Path, name: str, path: pathlib.Path) -> Iterator[str]:
+    for node in _executed(ast.parse(path.read_bytes(), filename=str(path))):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name

@@ -105,6 +105,7 @@ def look_at_python(root: str, packages: list[str]) -> dict[str, Any]:
         "version": f"{sys.version_info[0]}.{sys.version_info[1]}",
         "machine": os.uname().machine,
         "glibc": libc.split()[-1] if libc else None,
+        "path": os.environ.get("PATH", os.defpath),
         "packages": _installed(packages),
     }
 

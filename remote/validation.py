@@ -15,6 +15,7 @@ from typing import Any
 from kdtree_engine.errors import UnknownName
 from remote.deploy import releases_of, this_person
 from remote.errors import TransportError, last_words
+from remote.host_build import CUDA
 from remote.inventory import Host
 from remote.jobs import new_job_name, run_job
 from remote.transport import Transport
@@ -130,6 +131,8 @@ class Validation:
         environment = {
             # The tools hold only what the host's Python lacks, and come last.
             "PYTHONPATH": f"{folder}/site:{folder}/source:{folder}/tools",
+            # What an SSH server gives often lacks it, and gates look for nvcc and its sanitizer.
+            "PATH": f"{python['path']}:{CUDA}",
             "PYTHONDONTWRITEBYTECODE": "1",  # a release never changes
             "PYTHONUNBUFFERED": "1",
             "KD_STATE": f"{root}/state",

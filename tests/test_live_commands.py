@@ -164,6 +164,21 @@ def test_what_is_taken_back_is_exit_1_and_what_is_down_is_exit_4(kd: Kd, host: S
     assert json.loads(out)["result"] == "down"
 
 
+def test_another_service_of_the_inventory_is_promoted_anew(kd: Kd, host: StandInHost) -> None:
+    kd("record")
+    host.place("a")
+    assert kd("promote", "3")[0] == 0
+    assert "is live already" in kd("promote", "3")[2]
+    assert host.host.service is not None
+    host.host.service.__dict__["arguments"] = ("--page-size", "1")
+    code, out, err = kd("promote", "3")
+    assert (code, out) == (0, "here: phase 3 of a is live\n"), err
+    assert "'--page-size', '1'" in kd("logs", "-n", "1")[1]
+    assert len(host.releases.promotions()["entries"]) == 2
+    code, _, err = kd("rollback")
+    assert (code, "nothing was live before" in err) == (2, True)
+
+
 def test_a_model_that_changed_needs_other_tokens(kd: Kd, host: StandInHost) -> None:
     kd("record")
     (host.model / "config.json").write_text('{"vocab_size": 97, "hidden": 2}')
