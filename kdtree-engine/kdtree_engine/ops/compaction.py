@@ -79,7 +79,7 @@ def _cuda(
     pointers = torch.tensor([pool.data_ptr() for pool in pools], dtype=torch.int64)
     if bool((pointers % _VECTOR_BYTES).any()):  # a tensor of the host, so nothing waits
         raise ValueError(f"pools: expected addresses that are multiples of {_VECTOR_BYTES}")
-    tree_kernels().compact_kv(pointers, row_bytes, nodes, counts, windows)
+    tree_kernels().compact_kv(nodes, counts, windows, pointers, row_bytes)
 
 
 def _cpu(
