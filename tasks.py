@@ -853,6 +853,70 @@ def _say_timed(done: int, total: int, what: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
+# A draft tree to look at.
+
+
+@cli.group("tree")
+def tree_group() -> None:
+    """Look at draft trees."""
+
+
+@tree_group.command("show")
+@click.option("--budget", type=click.IntRange(1, 128), default=16, show_default=True)
+@click.option("--top-k", type=click.IntRange(1, 64), default=4, show_default=True)
+@click.option("--depth", type=click.IntRange(1, 16), default=5, show_default=True)
+@click.option(
+    "--noise",
+    type=click.FloatRange(0),
+    default=0.7,
+    show_default=True,
+    help="How far the drafter is off the target's logits.",
+)
+@click.option(
+    "--seed", type=click.IntRange(0, 2**31 - 1), default=1, show_default=True, help="Of it all."
+)
+@_json_option
+def tree_show(budget: int, top_k: int, depth: int, noise: float, seed: int, as_json: bool) -> None:
+    """Draft, verify and accept once on the oracle's tiny model, and print the tree.
+
+    A line is a node: its token, the drafter's probability of it, and of the whole path. The
+    accepted path is marked.
+    """
+    from phases.tree_round import one_round
+
+    shown = one_round(budget=budget, top_k=top_k, depth=depth, noise=noise, seed=seed)
+    if as_json:
+        _print_json(shown.as_json())
+        return
+    _print_tree(shown)
+
+
+def _print_tree(shown: Any) -> None:
+    """A rich tree, in colours on a terminal; the accepted path is also marked by words."""
+    from rich.text import Text
+    from rich.tree import Tree
+
+    def line(node: Any) -> Text:
+        words = f"{node.token}"
+        if node.number:
+            words += f"  {node.draft:.3f}  path {node.path:.4f}"
+        if node.accepted:
+            words += "  accepted" if node.number else "  root"
+        return Text(words, style="bold green" if node.accepted else "")
+
+    branches: dict[int, Tree] = {}
+    for node in shown.nodes:
+        above = branches.get(node.parent)
+        branches[node.number] = Tree(line(node)) if above is None else above.add(line(node))
+    _console().print(branches[0])
+    *drafted, bonus = shown.gained
+    click.echo(
+        f"{len(shown.nodes) - 1} nodes behind {' '.join(map(str, shown.prompt))}; accepted: "
+        f"{' '.join(map(str, drafted)) or 'none'}; the target's own next token: {bonus}"
+    )
+
+
+# ---------------------------------------------------------------------------------------------
 # Plans.
 
 
