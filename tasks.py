@@ -564,14 +564,20 @@ def _print_live(found: dict[str, Any]) -> None:
 @cli.command("build")
 @_json_option
 def build(as_json: bool) -> None:
-    """Compile the kernels with nvcc (no GPU needed) into the library that the wheel carries."""
+    """Compile the kernels with nvcc (no GPU needed) into the libraries that the wheel carries.
+
+    Two: the attention, and the draft tree around it.
+    """
     import dataclasses
 
-    from kdtree_engine.build import build as build_library
+    from kdtree_engine.build import build as build_attention
+    from kdtree_engine.ops.library import build_tree_kernels
 
-    report = build_library(progress=_say_compiled)
+    reports = [make(progress=_say_compiled) for make in (build_attention, build_tree_kernels)]
     if as_json:
-        _print_json(dataclasses.asdict(report))
+        # The attention's at the top, as it was when there was no other.
+        attention, trees = map(dataclasses.asdict, reports)
+        _print_json(attention | {"trees": trees})
         return
     _print_table(
         ("kernel", "arch", "registers", "spilled bytes", "shared bytes"),
@@ -583,13 +589,15 @@ def build(as_json: bool) -> None:
                 str(kernel.spill_bytes),
                 str(kernel.shared_bytes),
             )
+            for report in reports
             for kernel in report.kernels
         ],
     )
-    click.echo(
-        f"{report.library}: {report.compiled} sources compiled, {report.reused} reused, "
-        f"{report.seconds:.1f} s"
-    )
+    for report in reports:
+        click.echo(
+            f"{report.library}: {report.compiled} sources compiled, {report.reused} reused, "
+            f"{report.seconds:.1f} s"
+        )
 
 
 def _say_compiled(done: int, total: int, source: str) -> None:
@@ -853,6 +861,70 @@ def tune(
 
 def _say_timed(done: int, total: int, what: str) -> None:
     click.echo(f"[{done + 1}/{total}] {what}", err=True)
+
+
+# ---------------------------------------------------------------------------------------------
+# A draft tree to look at.
+
+
+@cli.group("tree")
+def tree_group() -> None:
+    """Look at draft trees."""
+
+
+@tree_group.command("show")
+@click.option("--budget", type=click.IntRange(1, 128), default=16, show_default=True)
+@click.option("--top-k", type=click.IntRange(1, 64), default=4, show_default=True)
+@click.option("--depth", type=click.IntRange(1, 16), default=5, show_default=True)
+@click.option(
+    "--noise",
+    type=click.FloatRange(0),
+    default=0.7,
+    show_default=True,
+    help="How far the drafter is off the target's logits.",
+)
+@click.option(
+    "--seed", type=click.IntRange(0, 2**31 - 1), default=1, show_default=True, help="Of it all."
+)
+@_json_option
+def tree_show(budget: int, top_k: int, depth: int, noise: float, seed: int, as_json: bool) -> None:
+    """Draft, verify and accept once on the oracle's tiny model, and print the tree.
+
+    A line is a node: its token, the drafter's probability of it, and of the whole path. The
+    accepted path is marked.
+    """
+    from phases.tree_round import one_round
+
+    shown = one_round(budget=budget, top_k=top_k, depth=depth, noise=noise, seed=seed)
+    if as_json:
+        _print_json(shown.as_json())
+        return
+    _print_tree(shown)
+
+
+def _print_tree(shown: Any) -> None:
+    """A rich tree, in colours on a terminal; the accepted path is also marked by words."""
+    from rich.text import Text
+    from rich.tree import Tree
+
+    def line(node: Any) -> Text:
+        words = f"{node.token}"
+        if node.number:
+            words += f"  {node.draft:.3f}  path {node.path:.4f}"
+        if node.accepted:
+            words += "  accepted" if node.number else "  root"
+        return Text(words, style="bold green" if node.accepted else "")
+
+    branches: dict[int, Tree] = {}
+    for node in shown.nodes:
+        above = branches.get(node.parent)
+        branches[node.number] = Tree(line(node)) if above is None else above.add(line(node))
+    _console().print(branches[0])
+    *drafted, bonus = shown.gained
+    click.echo(
+        f"{len(shown.nodes) - 1} nodes behind {' '.join(map(str, shown.prompt))}; accepted: "
+        f"{' '.join(map(str, drafted)) or 'none'}; the target's own next token: {bonus}"
+    )
 
 
 # ---------------------------------------------------------------------------------------------

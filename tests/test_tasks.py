@@ -223,6 +223,21 @@ def test_colour_is_for_terminals_and_no_color_is_respected(
     assert "\x1b" not in kd("phase", "run", "7").stdout + kd("phase", "run", "7").stderr
 
 
+def test_a_draft_tree_can_be_looked_at(kd: Kd, root: pathlib.Path) -> None:
+    shown = kd("tree", "show", "--seed", "1")
+    assert shown.returncode == 0, shown.stderr
+    *lines, last = shown.stdout.splitlines()
+    assert len(lines) == 17, "the root and 16 nodes"
+    assert lines[0].endswith("root")
+    answer = json.loads(kd("tree", "show", "--seed", "1", "--json").stdout)
+    accepted = [node for node in answer["nodes"] if node["accepted"]]
+    assert sum(line.endswith("accepted") for line in lines) == len(accepted) - 1 >= 1
+    assert last.endswith(f"next token: {answer['gained'][-1]}")
+    assert "\x1b" not in shown.stdout
+    assert COLOUR.search(terminal(root, "tree", "show"))
+    assert not COLOUR.search(terminal(root, "tree", "show", NO_COLOR="1"))
+
+
 def test_ctrl_c_is_exit_130_and_leaves_interrupted_on_record(
     root: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
