@@ -180,7 +180,7 @@ def peer(
     return Peer(name, load, make)
 
 
-SLOW = 0.05
+SLOW = 0.2
 
 
 def against(ctx: Context, *peers: Peer, **options: Any) -> dict[str, float]:
