@@ -1,6 +1,7 @@
 """The tree kernels' own decisions under g++, held against the oracle; and what nvcc makes of them.
 
-What a GPU alone shows is in tests/gpu/test_trees_on_gpu.py.
+`test_simt.py` runs the kernels themselves; what a GPU alone shows is in
+tests/gpu/test_trees_on_gpu.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import subprocess
 
 import pytest
 import torch
+from host_code import OUTPUTS, junk_trees, outputs_of, pointer
 from tree_cases import TreeCase, same_tree, standard_cases
 
 from kdtree_engine.build import ARCHITECTURES, BuildReport
@@ -32,32 +34,6 @@ from kdtree_engine.ops.library import (
     tree_kernels,
 )
 from kdtree_engine.reference.tree import build_draft_tree
-
-OUTPUTS = (
-    "tokens",
-    "parents",
-    "depths",
-    "positions",
-    "log_weights",
-    "counts",
-    "retrieve_index",
-    "retrieve_next_token",
-    "retrieve_next_sibling",
-    "draft_mask",
-    "packed_mask",
-    "full_mask",
-)
-
-
-class TreeOutputs(ctypes.Structure):
-    """`TreeOutputs` of select.h."""
-
-    _fields_ = [*((name, ctypes.c_void_p) for name in OUTPUTS), ("nodes", ctypes.c_int)]
-
-
-def pointer(tensor: torch.Tensor) -> ctypes.c_void_p:
-    assert tensor.is_contiguous()
-    return ctypes.c_void_p(tensor.data_ptr())
 
 
 @pytest.fixture(scope="module")
@@ -104,23 +80,7 @@ def selected(
 ) -> DraftTrees:
     """Trees by select.h, in tensors that held something else before."""
     batch, depth, ranks = log_probs.shape
-    nodes = budget + 1
-
-    def junk(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.full(shape, 77, dtype=dtype)
-
-    trees = DraftTrees(
-        **{name: junk(batch, nodes) for name in OUTPUTS[:4]},
-        log_weights=junk(batch, nodes, dtype=torch.float64),
-        counts=junk(batch),
-        **{name: junk(batch, nodes) for name in OUTPUTS[6:9]},
-        draft_mask=junk(batch * nodes * nodes, dtype=torch.uint8),
-        packed_mask=junk(batch * nodes * -(-nodes // 64)),
-        full_mask=torch.ones(nodes * int((prefixes + nodes).sum()), dtype=torch.uint8),
-        prefix_lengths=prefixes,
-        max_depth=depth,
-    )
-    out = TreeOutputs(*(pointer(getattr(trees, name)).value for name in OUTPUTS), nodes)
+    trees = junk_trees(batch, depth, budget, prefixes)
     host.grow(
         pointer(log_probs),
         pointer(tokens),
@@ -129,7 +89,7 @@ def selected(
         ranks,
         pointer(roots),
         pointer(prefixes),
-        ctypes.byref(out),
+        ctypes.byref(outputs_of(trees)),
     )
     return trees
 

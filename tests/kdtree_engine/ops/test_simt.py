@@ -1,0 +1,182 @@
+"""The tree kernels themselves, on this machine: every thread of a block is a fiber (support/simt).
+
+Barriers and warp operations are real, and threads take turns in an order drawn from a seed, so
+that a missing barrier shows. What this cannot show is memory: alignment, bounds, caches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pathlib
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+from host_code import OUTPUTS, junk_trees, outputs_of, pointer
+from tree_cases import TreeCase, standard_cases
+
+from kdtree_engine.ops import AcceptedPaths, accept_trees, build_draft_trees, compact_kv
+from kdtree_engine.ops.acceptance import sample_tokens
+from kdtree_engine.ops.library import TREES_CSRC
+
+LAUNCH = re.compile(r"([\w:]+(?:<[^<>]+>)?)<<<(.+), (\w+), 0, stream>>>\(p\);")
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+@pytest.fixture(scope="module")
+def simt(root: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """csrc_trees with its launches as loops over blocks, compiled by g++."""
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not on PATH")
+    folder = tmp_path_factory.mktemp("simt")
+    support = root / "tests" / "support" / "simt"
+    sources = [support / "driver.cpp"]
+    for name in ("build", "accept", "compact"):
+        text, launches = LAUNCH.subn(
+            r"simt::launch(\2, \3, [&] { \1(p); });", (TREES_CSRC / f"{name}.cu").read_text()
+        )
+        assert launches, f"{name}.cu: no launch was found"
+        sources.append(folder / f"{name}.cpp")
+        sources[-1].write_text(text)
+    library = folder / "simt.so"
+    flags = ["-O1", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-w"]
+    subprocess.run(
+        ["g++", *flags, f"-I{support}", f"-I{TREES_CSRC}", *map(str, sources), "-o", str(library)],
+        check=True,
+    )
+    return ctypes.CDLL(str(library))
+
+
+def assert_kernels_build(
+    simt: ctypes.CDLL,
+    scores: torch.Tensor,
+    budget: int,
+    top_k: int,
+    *,
+    from_logits: bool,
+    token_ids: torch.Tensor | None = None,
+) -> None:
+    """What the kernels write is what the CPU writes, every tensor and every bit."""
+    batch, depth, columns = scores.shape
+    roots, prefixes = torch.arange(batch) + 5, torch.arange(batch) * 13
+    found = junk_trees(batch, depth, budget, prefixes)
+    out = outputs_of(found)
+    simt.build_trees(
+        pointer(scores),
+        TYPES[scores.dtype],
+        ctypes.c_int64(scores.stride(0)),
+        ctypes.c_int64(scores.stride(1)),
+        batch,
+        depth,
+        columns,
+        min(columns, budget, top_k),
+        int(from_logits),
+        pointer(token_ids),
+        pointer(roots),
+        pointer(prefixes),
+        ctypes.byref(out),
+    )
+    assert found.full_mask is not None
+    wanted = build_draft_trees(
+        scores,
+        budget,
+        top_k,
+        from_logits=from_logits,
+        token_ids=token_ids,
+        root_tokens=roots,
+        prefix_lengths=prefixes,
+        full_mask=torch.ones_like(found.full_mask),
+    )
+    for name in OUTPUTS:
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+
+
+@pytest.mark.parametrize("case", standard_cases()[::7], ids=str)
+def test_trees_of_log_probs(simt: ctypes.CDLL, case: TreeCase) -> None:
+    simt.set_order(case.seed)
+    scores = case.log_probs(torch.float32)
+    assert_kernels_build(simt, scores, case.budget, case.top_k, from_logits=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("columns", [40, 4096, 4097, 9000])
+def test_trees_of_logits(simt: ctypes.CDLL, dtype: torch.dtype, columns: int) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    scores = (torch.randn(1, 2, columns, generator=generator) * 3).to(dtype)
+    scores[0, 1, ::3] = -torch.inf
+    for seed, top_k in enumerate((1, 16, 64)):
+        simt.set_order(seed)
+        assert_kernels_build(simt, scores, 20, top_k, from_logits=True)
+
+
+def test_ties_across_chunks_a_view_and_token_ids(simt: ctypes.CDLL) -> None:
+    generator = torch.Generator().manual_seed(1)
+    block = torch.randint(0, 3, (2, 4, 4200), generator=generator).to(torch.float32)
+    block[1, 2] = -torch.inf
+    scores = block[:, 1:, 5:]
+    token_ids = torch.randperm(9000, generator=generator)[: scores.shape[2]].repeat(2, 3, 1)
+    assert_kernels_build(simt, scores, 65, 16, from_logits=True, token_ids=token_ids)
+
+
+@pytest.mark.parametrize("case", standard_cases()[::12], ids=str)
+def test_the_walk(simt: ctypes.CDLL, case: TreeCase) -> None:
+    trees = build_draft_trees(case.log_probs(), case.budget, case.top_k)
+    generator = torch.Generator().manual_seed(case.seed)
+    child = trees.retrieve_next_token.clamp(min=0)
+    other = torch.randint(trees.nodes, child.shape, generator=generator)
+    wanted_node = torch.where(torch.rand(child.shape, generator=generator) < 0.8, child, other)
+    targets = trees.tokens.gather(1, wanted_node)
+    wanted = accept_trees(trees, target_tokens=targets)
+    found = AcceptedPaths(*(torch.full_like(value, 77) for value in vars(wanted).values()))
+    simt.accept(
+        *map(pointer, (trees.tokens, trees.parents, targets)),
+        *map(pointer, (found.nodes, found.counts, found.bonus)),
+        case.batch,
+        trees.nodes,
+        case.depth + 1,
+    )
+    for name in ("nodes", "counts", "bonus"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+
+
+@pytest.mark.parametrize("columns", [1, 1023, 1025, 30_000])
+def test_a_draw_picks_its_token(simt: ctypes.CDLL, columns: int) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    probs = torch.randn(8, columns, generator=generator).mul(3).softmax(-1)
+    probs[1, columns // 2 + 1 :] = 0
+    draws = torch.rand(8, generator=generator)
+    draws[:3] = torch.tensor([0.0, 0.99999994, 2.0**-31])
+    found = torch.full((8,), 77)
+    simt.sample(pointer(probs), pointer(draws), pointer(found), 8, columns)
+    assert torch.equal(found, sample_tokens(probs, draws))
+    nothing = torch.zeros(1, columns)
+    simt.sample(pointer(nothing), pointer(draws), pointer(found), 1, columns)
+    assert int(found[0]) == -1, "a row without weight"
+
+
+@pytest.mark.parametrize("steps", [2, 17, 40])
+def test_rows_move(simt: ctypes.CDLL, steps: int) -> None:
+    batch, layers, nodes, width = 3, 2, 50, 584  # 73 vectors of 16 bytes, for 96 threads; then 146
+    for repeat in (1, 2):
+        generator = torch.Generator().manual_seed(steps)
+        rows, counts = torch.full((batch, steps), -1), torch.tensor([steps, 1, 0])
+        others = (torch.randperm(nodes - 1, generator=generator)[: steps - 1] + 1).sort().values
+        rows[0], rows[1, 0] = torch.cat([torch.zeros(1, dtype=torch.int64), others]), 0
+        windows = torch.randperm(200, generator=generator)[: batch * nodes].view(batch, nodes)
+        pools = torch.randn(layers, 200, width * repeat, generator=generator).to(torch.bfloat16)
+        found = pools.clone()
+        addresses = torch.tensor([pool.data_ptr() for pool in found])
+        row_bytes = ctypes.c_int64(2 * width * repeat)
+        simt.compact(
+            pointer(addresses),
+            layers,
+            row_bytes,
+            *map(pointer, (rows, counts, windows)),
+            batch,
+            steps,
+            nodes,
+        )
+        compact_kv(pools, AcceptedPaths(rows, counts, counts), windows)
+        assert torch.equal(found, pools)
