@@ -100,6 +100,14 @@ def test_trees_of_log_probs(simt: ctypes.CDLL, case: TreeCase) -> None:
     assert_kernels_build(simt, scores, case.budget, case.top_k, from_logits=False)
 
 
+def test_a_warp_that_runs_ahead_waits_for_what_others_load(simt: ctypes.CDLL) -> None:
+    """Other scores in each batch, so that what the block before left behind is wrong."""
+    for seed in range(6):
+        simt.set_order(seed)
+        case = TreeCase("plain", batch=4, depth=3, columns=64, budget=64, top_k=64, seed=seed)
+        assert_kernels_build(simt, case.log_probs(torch.float32), 64, 64, from_logits=False)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("columns", [40, 4096, 4097, 9000])
 def test_trees_of_logits(simt: ctypes.CDLL, dtype: torch.dtype, columns: int) -> None:

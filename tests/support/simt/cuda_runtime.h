@@ -129,7 +129,7 @@ inline void launch(dim3 grid, unsigned threads, std::function<void()> body) {
         }
         // Threads that wait for one that has ended wait forever.
         idle = left == before ? idle + 1 : 0;
-        if (idle > 100000) std::abort();
+        if (idle > 50000) std::abort();
       }
     }
   block = nullptr;
