@@ -263,6 +263,18 @@ _hosts_option = click.option(
 )
 
 
+def _phase_option(what: str, *, required: bool = False) -> Callable[..., Any]:
+    """--phase N, as the parameter `wanted`. what: what it says of itself."""
+    return click.option(
+        "--phase",
+        "wanted",
+        required=required,
+        metavar="N",
+        help=what,
+        shell_complete=_completing(_phase_names),
+    )
+
+
 def _run_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in (
         _host_option,
@@ -388,13 +400,7 @@ def phase_run(
 
 @cli.command("verify", epilog=EPILOG)
 @click.option("--all", "everything", is_flag=True, help="Run every gate, fresh or not.")
-@click.option(
-    "--phase",
-    "wanted",
-    metavar="N",
-    help="The gates of phases 0..N alone.",
-    shell_complete=_completing(_phase_names),
-)
+@_phase_option("The gates of phases 0..N alone.")
 @click.option("--dry-run", is_flag=True, help="Say where each gate stands, and run nothing.")
 @_run_options
 @click.pass_context
@@ -749,14 +755,7 @@ def bench_serve(
 
 @cli.command("serve", epilog=SERVE_EPILOG)
 @_host_option
-@click.option(
-    "--phase",
-    "wanted",
-    required=True,
-    metavar="N",
-    help="Whose service profile is added.",
-    shell_complete=_completing(_phase_names),
-)
+@_phase_option("Whose service profile is added.", required=True)
 @click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
 @_json_option
 @click.argument("extra", nargs=-1, metavar="[-- SGLANG ARGUMENTS]", type=click.UNPROCESSED)
@@ -1188,13 +1187,7 @@ def hosts_list(as_json: bool) -> None:
 @cli.command("deploy", epilog=DEPLOY_EPILOG)
 @_hosts_option
 @click.option("--dry-run", is_flag=True, help="Say what would change there, and write nothing.")
-@click.option(
-    "--phase",
-    "wanted",
-    metavar="N",
-    help="Run the gates of phases 0..N there (default: the highest with a service profile).",
-    shell_complete=_completing(_phase_names),
-)
+@_phase_option("Run the gates of phases 0..N there (default: the highest with a service profile).")
 @click.option("--no-validate", is_flag=True, help="Run no gate there.")
 @click.option(
     "--bundle",

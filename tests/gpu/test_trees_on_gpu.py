@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from host_code import OUTPUTS
 from tree_cases import TreeCase, standard_cases
 
 from kdtree_engine.ops import (
@@ -28,24 +29,10 @@ pytestmark = [
 ]
 CUDA = torch.device("cuda")
 BIG = 163_840
-WRITTEN = (
-    "tokens",
-    "parents",
-    "depths",
-    "positions",
-    "log_weights",
-    "counts",
-    "retrieve_index",
-    "retrieve_next_token",
-    "retrieve_next_sibling",
-    "draft_mask",
-    "packed_mask",
-    "full_mask",
-)
 
 
 def assert_same(found: DraftTrees, wanted: DraftTrees) -> None:
-    for name in WRITTEN:
+    for name in OUTPUTS:
         ours, theirs = getattr(found, name), getattr(wanted, name)
         assert (ours is None) == (theirs is None), name
         assert ours is None or torch.equal(ours.cpu(), theirs), name
@@ -197,7 +184,7 @@ def test_a_graph_builds_other_trees_when_it_is_replayed(columns: int) -> None:
         roots.fill_(seed)
         prefixes.copy_(lengths)
         full.fill_(True)
-        for name in WRITTEN[:-1]:  # what a replay does not write would show
+        for name in OUTPUTS[:-1]:  # what a replay does not write would show
             getattr(kept[0], name).fill_(77)
         graph.replay()
         wanted = build_draft_trees(

@@ -8,7 +8,6 @@ import json
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
 import tarfile
 import venv
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import ssh_server
+from small_checkout import small_checkout
 from small_wheel import make_wheel
 
 from kdtree_engine.errors import ConfigError, MissingError
@@ -237,24 +237,7 @@ def shelf(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pa
 @pytest.fixture
 def checkout(tmp_path: pathlib.Path) -> pathlib.Path:
     """One whose gates need a package that no Python has."""
-    checkout = tmp_path / "checkout"
-    engine = checkout / "kdtree-engine/kdtree_engine"
-    (engine / "sglang_ext").mkdir(parents=True)
-    for name in ("__init__.py", "attention.py", "sglang_ext/__init__.py"):
-        (engine / name).write_text("")
-    (engine / "sglang_ext/plugin.py").write_text("def register(): pass\n")
-    (engine.parent / "pyproject.toml").write_text(
-        '[project]\nname = "kdtree-engine"\nversion = "1"\n'
-        '[project.entry-points."sglang.srt.plugins"]\n'
-        'kdtree_mla = "kdtree_engine.sglang_ext.plugin:register"\n'
-        '[tool.setuptools]\npackages = ["kdtree_engine", "kdtree_engine.sglang_ext"]\n'
-    )
-    (checkout / "pyproject.toml").write_text(
-        '[project]\nname = "kd"\nversion = "1"\ndependencies = ["kd-new>=1", "torch"]\n'
-    )
-    for line in (["init", "-q"], ["add", "-A"]):
-        subprocess.run(["git", *line], cwd=checkout, check=True)
-    return checkout
+    return small_checkout(tmp_path / "checkout", "kd-new>=1")
 
 
 @pytest.mark.slow

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import pathlib
-import subprocess
 import sys
 import venv
 import zipfile
 
 import pytest
+from small_checkout import small_checkout
 from small_wheel import make_wheel
 
 from kdtree_engine.errors import ConfigError, MissingError
@@ -162,23 +162,7 @@ def test_a_release_brings_what_its_host_lacks(
     from remote.inventory import LocalHost
 
     pytest.importorskip("setuptools.command.bdist_wheel")
-    checkout = tmp_path / "checkout"
-    engine = checkout / "kdtree-engine/kdtree_engine"
-    (engine / "sglang_ext").mkdir(parents=True)
-    for name in ("__init__.py", "attention.py", "sglang_ext/__init__.py"):
-        (engine / name).write_text("")
-    (engine / "sglang_ext/plugin.py").write_text("def register(): pass\n")
-    (engine.parent / "pyproject.toml").write_text(
-        '[project]\nname = "kdtree-engine"\nversion = "1"\n'
-        '[project.entry-points."sglang.srt.plugins"]\n'
-        'kdtree_mla = "kdtree_engine.sglang_ext.plugin:register"\n'
-        '[tool.setuptools]\npackages = ["kdtree_engine", "kdtree_engine.sglang_ext"]\n'
-    )
-    (checkout / "pyproject.toml").write_text(
-        '[project]\nname = "kd"\nversion = "1"\ndependencies = ["kd-new>=1", "kd-there", "torch"]\n'
-    )
-    for line in (["init", "-q"], ["add", "-A"]):
-        subprocess.run(["git", *line], cwd=checkout, check=True)
+    checkout = small_checkout(tmp_path / "checkout", "kd-new>=1", "kd-there")
     host = LocalHost(name="here", kind="local", root=str(tmp_path / "root"), python=str(bare))
     deployment = Deployment(checkout, (None, None), tmp_path / "cache")
     with pytest.raises(MissingError, match="kd-new>=1"):
