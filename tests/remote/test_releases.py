@@ -269,7 +269,8 @@ def test_releases_are_counted_and_no_clock_orders_them(
     assert [one["release"] for one in known] == ["z", "y", "first", "never", "last", "waiting"]
     assert [one.get("sequence") for one in known] == [None, None, 1, 2, 3, 4]
     assert host.prepare()["base"] == "waiting"
-    assert host.prune(1) == ["z", "y", "first", "never"]
+    # "first" is what a rollback goes to, and "waiting" is younger than what was promoted.
+    assert host.prune(1) == ["z", "y", "never"]
 
 
 def test_a_prune_that_was_killed_is_taken_up(host: Releases, root: pathlib.Path) -> None:

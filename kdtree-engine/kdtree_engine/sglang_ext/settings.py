@@ -51,6 +51,7 @@ VARIABLES = (
     ),
     Variable("KDTREE_DEFRAG", "defragmentation tier of the KV pool", ("off",), "off"),
     Variable("KDTREE_LIBRARY", "path of the kernel library to load", (), ""),
+    Variable("KDTREE_TREES_LIBRARY", "path of the draft tree library to load", (), ""),
     Variable("KDTREE_WGMMA", "sm_90: take the wgmma kernels, or those on mma.sync", default=""),
     Variable("KDTREE_CHECK", "check the contents of index tensors at each call (slow)"),
 )
