@@ -79,6 +79,41 @@ class DraftTrees:
         batch, nodes = self.tokens.shape
         return torch.arange(batch + 1, device=self.tokens.device) * nodes
 
+    def first(self, nodes: int) -> DraftTrees:
+        """The trees of the first `nodes` nodes, which are the best trees of that size.
+
+        Nodes are in best-first order, so a tree's first nodes are the tree that a smaller budget
+        would have given. The `full_mask` is left out, as its rows are as wide as all nodes.
+        """
+        if nodes == self.nodes:
+            return self
+        batch, whole = self.tokens.shape
+        if not 1 <= nodes <= whole:
+            raise ValueError(f"nodes: expected 1..{whole}, got {nodes}")
+        step = torch.arange(batch, device=self.tokens.device)[:, None] * (whole - nodes)
+        mask = self.draft_mask.view(batch, whole, whole)[:, :nodes, :nodes].reshape(-1)
+        words = self.packed_mask.view(batch, whole, -1)[:, :nodes, : words_per_node(nodes)]
+
+        def kept(links: torch.Tensor) -> torch.Tensor:
+            return links[:, :nodes].masked_fill(links[:, :nodes] >= nodes, -1)
+
+        return DraftTrees(
+            tokens=self.tokens[:, :nodes].contiguous(),
+            parents=self.parents[:, :nodes].contiguous(),
+            depths=self.depths[:, :nodes].contiguous(),
+            positions=self.positions[:, :nodes].contiguous(),
+            log_weights=self.log_weights[:, :nodes].contiguous(),
+            counts=self.counts.clamp(max=nodes),
+            retrieve_index=self.retrieve_index[:, :nodes] - step,
+            retrieve_next_token=kept(self.retrieve_next_token),
+            retrieve_next_sibling=kept(self.retrieve_next_sibling),
+            draft_mask=mask,
+            packed_mask=words.reshape(-1),
+            full_mask=None,
+            prefix_lengths=self.prefix_lengths,
+            max_depth=self.max_depth,
+        )
+
     def tree(self, request: int) -> DraftTree:
         """One request's tree without padding, as the oracle gives it. Waits for a GPU."""
         count = int(self.counts[request])

@@ -46,6 +46,11 @@ class KdtreeMlaBackend(TritonAttnBackend):  # type: ignore[misc]  # SGLang is un
         self._one_each = torch.arange(requests + 1, dtype=torch.int32, device=self.device)
         self._unseen = torch.zeros(requests, dtype=torch.uint8, device=self.device)
 
+    @property
+    def reads_short_masks(self) -> bool:
+        """Whether masks have T x T bytes a request, and not T x (L + T)."""
+        return self._qlen
+
     def forward_extend(
         self,
         q: torch.Tensor,

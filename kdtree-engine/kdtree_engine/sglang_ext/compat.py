@@ -9,13 +9,20 @@ promises to keep, and on what they mean. A release that nobody has read is refus
     a pool whose slots are renamed       backend._translate_kv_loc     kv_index_translator
     backends of prefill and decode       server_args, on demand        fields of the runner
     the n-gram worker takes of a prompt  the whole, twice a step       its end
+    slots of a draft block               as they are                   a plan numbers them anew
+    ranks of a drafter                   the target's                  a group of its own, at times
+    slots reserved for a request         reserved_seq_lens_cpu         nxt_kv_lens_cpu
+    log-probabilities of a tree          compute_spec_v2_logprobs      compute_spec_logprobs
+    a step's other outputs               none                          experts, sparse indices
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kdtree_engine.errors import MissingError
@@ -23,16 +30,25 @@ from kdtree_engine.sglang_ext.prompt_ends import given_ends, is_given_ends
 
 __all__ = [
     "SUPPORTED",
+    "add_flags",
     "attention_backends",
+    "can_register_algorithms",
+    "draft_batch",
     "draft_on_triton",
+    "draft_ranks",
+    "draft_slots",
+    "log_probs",
     "missing_names",
     "qlen_mask",
     "read_prompt_ends",
     "register_backend",
     "renames_slots",
+    "require_ddtree",
     "require_names",
     "require_supported",
+    "reserved",
     "sglang_version",
+    "step_result",
     "use_qlen_masks",
     "write_location",
 ]
@@ -192,9 +208,9 @@ def renames_slots(version: str, backend: Any) -> bool:
     return space.write is not None or space.read_v2p is not None
 
 
-QLEN_ALGORITHMS = ("NGRAM", "EAGLE", "EAGLE3", "STANDALONE")
+QLEN_ALGORITHMS = ("NGRAM", "EAGLE", "EAGLE3", "STANDALONE", "DDTREE")
 """Those whose masks SGLang can make as T x T, or in words that SGLang's own code has for it: NGRAM
-by a constant of its worker, the others by what the backend says of its mask."""
+by a constant of its worker, DDTREE by its own, the others by what the backend says of its mask."""
 _NGRAM = "sglang.srt.speculative.ngram_worker"
 _VERIFY_MASK = "sglang.srt.layers.attention.verify_mask:VerifyMask"
 _QLEN_ONLY = "sglang.srt.speculative.eagle_utils:TreeMaskMode.QLEN_ONLY"
@@ -263,6 +279,186 @@ def attention_backends(version: str, runner: Any) -> tuple[str, str]:
         prefill = runner.prefill_attention_backend_str
         decode = runner.decode_attention_backend_str
     return prefill, decode
+
+
+_DFLASH = "sglang.srt.speculative"
+_DDTREE_NAMES = (
+    f"{_DFLASH}.spec_info:SpeculativeAlgorithm.register",
+    f"{_DFLASH}.spec_registry:CustomSpecAlgo",
+    f"{_DFLASH}.dflash_info:DFlashVerifyInput.prepare_for_verify",
+    f"{_DFLASH}.dflash_utils:apply_dflash_verify_logits_adjustments",
+    f"{_DFLASH}.dflash_utils:parse_dflash_draft_config",
+    f"{_DFLASH}.dflash_utils:resolve_dflash_verify_mask_policy",
+    f"{_DFLASH}.dflash_worker_v2:DFlashWorkerV2._append_target_hidden_to_draft_kv_by_loc",
+    f"{_DFLASH}.dflash_worker_v2:DFlashWorkerV2._make_next_draft_input_decode",
+    f"{_DFLASH}.dflash_worker_v2:DFlashWorkerV2._maybe_build_draft_sampler",
+    f"{_DFLASH}.draft_worker_common:build_block_pos_offsets",
+    f"{_DFLASH}.draft_worker_common:make_draft_block_spec_info",
+    f"{_DFLASH}.spec_utils:GrammarTree.from_device",
+    f"{_DFLASH}.spec_utils:build_grammar_vocab_mask",
+    "sglang.srt.configs.hybrid_arch:mambaish_config",
+    "sglang.srt.managers.overlap_utils:FutureMap",
+    "sglang.srt.managers.utils:GenerationBatchResult",
+    "sglang.srt.model_executor.forward_batch_info:ForwardBatch",
+)
+_DDTREE_NAMES_OF = {
+    "0.5.17": ("sglang.srt.layers.logprob_processor:compute_spec_v2_logprobs",),
+    "0.5.23": (
+        "sglang.srt.layers.logprob_processor:compute_spec_logprobs",
+        "sglang.srt.mem_cache.kv_index_translator:KVIndexTranslator.plan",
+        f"{_DFLASH}.spec_utils:draft_tp_context",
+    ),
+}
+
+
+def can_register_algorithms() -> bool:
+    """Whether this SGLang takes algorithms from outside; cheap, as every process asks it."""
+    return all(_found(name) is not None for name in _DDTREE_NAMES[:2])
+
+
+def require_ddtree(version: str) -> None:
+    """Raises MissingError for an unread release, or one that lacks what DDTREE needs."""
+    require_supported(version)
+    wanted = (*_DDTREE_NAMES, *_DDTREE_NAMES_OF[version])
+    missing = [name for name in wanted if _found(name) is None]
+    if missing:
+        raise MissingError(
+            f"DDTREE: this SGLang {version} lacks {', '.join(missing)}",
+            remedy="reinstall the released package",
+        )
+
+
+def add_flags(flags: Mapping[str, tuple[str, str]]) -> None:
+    """Let the server's command line take `flags`: the environment variable of each, and its help.
+
+    Without SGLang's registry of hooks there are the variables alone.
+    """
+    register = _found(f"{_HOOKS}:HookRegistry.register")
+    after, before = _found(f"{_HOOKS}:HookType.AFTER"), _found(f"{_HOOKS}:HookType.BEFORE")
+    if register is None or before is None or after is None:
+        return
+
+    def add(_: Any, parser: Any) -> None:
+        for flag, (variable, text) in flags.items():
+            parser.add_argument(flag, type=int, help=f"{text} Sets {variable}.")
+
+    def read(_: Any, arguments: Any) -> None:
+        for flag, (variable, _text) in flags.items():
+            value = getattr(arguments, flag.lstrip("-").replace("-", "_"), None)
+            if value is not None:
+                os.environ[variable] = str(value)
+
+    register("sglang.srt.server_args.ServerArgs.add_cli_args", add, after)
+    register("sglang.srt.server_args.ServerArgs.from_cli_args", read, before)
+
+
+def reserved(version: str, draft_input: Any) -> tuple[Any, int]:
+    """How many slots each request of DFLASH's draft input has, on the host, and their sum."""
+    if version == "0.5.17":
+        return draft_input.reserved_seq_lens_cpu, int(draft_input.reserved_seq_lens_sum)
+    return draft_input.nxt_kv_lens_cpu, int(draft_input.nxt_kv_lens_sum)
+
+
+def draft_ranks(version: str, worker: Any) -> contextlib.AbstractContextManager[Any]:
+    """In it, SGLang's layers run on the ranks that a DFLASH worker's drafter runs on."""
+    if version == "0.5.17":
+        return contextlib.nullcontext()
+    from sglang.srt.speculative.spec_utils import draft_tp_context
+
+    context: contextlib.AbstractContextManager[Any] = draft_tp_context(worker.draft_parallel_layout)
+    return context
+
+
+def draft_batch(version: str, worker: Any, batch: Any, lengths: Any, **given: Any) -> Any:
+    """The forward batch of a draft block, behind the committed tokens of `batch`.
+
+    worker: a DFLASH worker. lengths: the tokens of each request, the block included or more, int32
+    [B] on the host. given: ForwardBatch's `input_ids`, `positions`, `out_cache_loc`, [B * block]
+    each, `input_embeds` and `spec_info`.
+    """
+    from sglang.srt.model_executor.forward_batch_info import (
+        CaptureHiddenMode,
+        ForwardBatch,
+        ForwardMode,
+    )
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    requests, tokens = len(batch.seq_lens), given["input_ids"].shape[0]
+    more: dict[str, Any] = {}
+    if version != "0.5.17":
+        from sglang.srt.model_executor.forward_batch_info import enable_num_token_non_padded
+
+        more["can_run_decode_cuda_graph"] = batch.can_run_decode_cuda_graph
+        more["global_num_token_non_padded_cpu"] = tokens
+        if enable_num_token_non_padded():
+            import torch
+
+            more["num_token_non_padded"] = torch.full(
+                (), tokens, dtype=torch.int32, device=given["input_ids"].device
+            )
+    made = ForwardBatch(
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        batch_size=requests,
+        req_pool_indices=batch.req_pool_indices,
+        seq_lens=batch.seq_lens,
+        seq_lens_cpu=lengths,
+        seq_lens_sum=int(lengths.sum()),
+        spec_algorithm=SpeculativeAlgorithm.DFLASH,
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+        **given,
+        **more,
+    )
+    if version != "0.5.17":
+        translator = worker.draft_model_runner.kv_index_translator
+        plan = _slot_plan(worker, batch, given["out_cache_loc"], tokens // requests)
+        plan.bind(made, translator)
+    return made
+
+
+def draft_slots(version: str, worker: Any, batch: Any, slots: Any) -> Any:
+    """`slots` [B, block], of the target's pool, as a DFLASH worker's drafter numbers them."""
+    if version == "0.5.17":
+        return slots
+    plan = _slot_plan(worker, batch, slots.flatten(), slots.shape[1])
+    return plan.write_ids(worker.draft_model_runner.kv_index_translator).view(slots.shape)
+
+
+def _slot_plan(worker: Any, batch: Any, slots: Any, width: int) -> Any:
+    return worker.model_runner.kv_index_translator.plan(
+        req_pool_indices=batch.req_pool_indices,
+        seq_lens=batch.seq_lens,
+        seq_lens_cpu=batch.seq_lens_cpu,
+        write_virtual=slots,
+        read_extent=width,
+    )
+
+
+def log_probs(version: str, batch: Any, logits_output: Any, targets: Any, rows: Any) -> None:
+    """Fill in the log-probabilities of accepted tokens.
+
+    targets: [B * N], the target's token behind each node. rows: [B, D + 1], the accepted nodes.
+    """
+    if version == "0.5.17":
+        from sglang.srt.layers.logprob_processor import compute_spec_v2_logprobs
+
+        compute_spec_v2_logprobs(batch, logits_output, targets, rows, rows.shape[1] - 1)
+        return
+    from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+
+    compute_spec_logprobs(batch, logits_output, targets, accept_index=rows)
+
+
+def step_result(version: str, verified: Any, **given: Any) -> Any:
+    """SGLang's result of a step, from that of the verify pass and what was made of it."""
+    from sglang.srt.managers.utils import GenerationBatchResult
+
+    more = () if version == "0.5.17" else ("routed_experts_output", "indexer_topk_output")
+    return GenerationBatchResult(
+        logits_output=verified.logits_output,
+        can_run_cuda_graph=verified.can_run_cuda_graph,
+        **{name: getattr(verified, name) for name in more},
+        **given,
+    )
 
 
 def _found(name: str) -> Any:

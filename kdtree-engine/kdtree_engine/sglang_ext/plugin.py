@@ -28,8 +28,13 @@ def register() -> None:
     `kdtree_mla`, and the server does not start with it.
     """
     try:
-        compat.register_backend(NAME, compat.sglang_version(), create)
+        version = compat.sglang_version()
+        compat.register_backend(NAME, version, create)
         compat.draft_on_triton(NAME)
+        if compat.can_register_algorithms():
+            from kdtree_engine.sglang_ext import ddtree
+
+            ddtree.register()
     except KdError as error:
         _log.error("%s", error)
 

@@ -23,12 +23,14 @@ class Variable:
 
     values: what it may be; empty where any text will do, such as a path.
     default: what stands for an unset or empty variable.
+    integers: the least and the most, for a whole number; then `values` is not looked at.
     """
 
     name: str
     meaning: str
     values: tuple[str, ...] = ("0", "1")
     default: str = "0"
+    integers: tuple[int, int] | None = None
 
 
 VARIABLES = (
@@ -49,6 +51,23 @@ VARIABLES = (
         "SGLang 0.5.17: the n-gram drafter takes the end of a prompt, not the whole twice a step",
         default="1",
     ),
+    Variable(
+        "KDTREE_DDTREE_BUDGET",
+        "DDTREE: nodes of a draft tree below its root, 1 to 127; "
+        "unset: `--speculative-num-draft-tokens` less one, or 32",
+        default="",
+        integers=(1, 127),
+    ),
+    Variable(
+        "KDTREE_DDTREE_TOPK",
+        "DDTREE: tokens of each position that a draft tree may take, 1 to 64",
+        default="8",
+        integers=(1, 64),
+    ),
+    Variable(
+        "KDTREE_DDTREE_ADAPTIVE",
+        "DDTREE: verify as many nodes a round as pay for their time, up to the budget",
+    ),
     Variable("KDTREE_DEFRAG", "defragmentation tier of the KV pool", ("off",), "off"),
     Variable("KDTREE_LIBRARY", "path of the kernel library to load", (), ""),
     Variable("KDTREE_TREES_LIBRARY", "path of the draft tree library to load", (), ""),
@@ -66,6 +85,9 @@ class Settings:
     graph_buffers: bool = True
     qlen_mask: bool = True
     prompt_ends: bool = True
+    ddtree_budget: int | None = None
+    ddtree_top_k: int = 8
+    ddtree_adaptive: bool = False
 
     @property
     def stock(self) -> bool:
@@ -89,7 +111,9 @@ def read_settings(environment: Mapping[str, str]) -> tuple[Settings, list[str]]:
                 f"{variable.name}: {value!r} begins or ends with a space",
                 remedy="take the space away",
             )
-        if variable.values and value not in (*variable.values, variable.default):
+        if variable.integers is not None:
+            _require_integer(variable, value)
+        elif variable.values and value not in (*variable.values, variable.default):
             raise ConfigError(
                 f"{variable.name}: expected {' or '.join(variable.values)}, got {value!r}",
                 remedy=f"it says: {variable.meaning}; unset it for the default",
@@ -107,5 +131,19 @@ def read_settings(environment: Mapping[str, str]) -> tuple[Settings, list[str]]:
         graph_buffers=given["KDTREE_GRAPH_BUFFERS"] == "1",
         qlen_mask=given["KDTREE_QLEN_MASK"] == "1",
         prompt_ends=given["KDTREE_PROMPT_ENDS"] == "1",
+        ddtree_budget=int(given["KDTREE_DDTREE_BUDGET"] or 0) or None,
+        ddtree_top_k=int(given["KDTREE_DDTREE_TOPK"]),
+        ddtree_adaptive=given["KDTREE_DDTREE_ADAPTIVE"] == "1",
     )
     return settings, warnings
+
+
+def _require_integer(variable: Variable, value: str) -> None:
+    assert variable.integers is not None
+    low, high = variable.integers
+    plain = value.isascii() and value.isdigit()
+    if value != variable.default and not (plain and low <= int(value) <= high):
+        raise ConfigError(
+            f"{variable.name}: expected a whole number in {low}..{high}, got {value!r}",
+            remedy=f"it says: {variable.meaning}; unset it for the default",
+        )

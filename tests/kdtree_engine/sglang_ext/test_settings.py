@@ -40,6 +40,15 @@ def test_all_off_is_stock() -> None:
         ("KDTREE_WGMMA", "1 ", "KDTREE_WGMMA: '1 ' begins or ends with a space"),
         ("KDTREE_LIBRARY", " /lib.so", "KDTREE_LIBRARY: ' /lib.so' begins or ends with a space"),
         ("KDTREE_DECODE", " ", "KDTREE_DECODE: ' ' begins or ends with a space"),
+        ("KDTREE_DDTREE_BUDGET", "128", "KDTREE_DDTREE_BUDGET: expected a whole number in 1..127"),
+        ("KDTREE_DDTREE_BUDGET", "many", "KDTREE_DDTREE_BUDGET: expected a whole number in 1..127"),
+        (
+            "KDTREE_DDTREE_TOPK",
+            "0",
+            "KDTREE_DDTREE_TOPK: expected a whole number in 1..64",
+        ),
+        ("KDTREE_DDTREE_TOPK", "-1", "KDTREE_DDTREE_TOPK: expected a whole number in 1..64"),
+        ("KDTREE_DDTREE_TOPK", "²", "KDTREE_DDTREE_TOPK: expected a whole number in 1..64"),
     ],
 )
 def test_a_wrong_value_is_refused_in_one_line(name: str, value: str, expected: str) -> None:
