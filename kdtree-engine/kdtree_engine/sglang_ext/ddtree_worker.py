@@ -145,7 +145,7 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang is untyped h
         roots = draft_input.bonus_tokens
         hidden = self._draft(batch, draft_input, window[:, : self._shape.block], roots)
         trees = self._widths.cut(self._trees(hidden, roots, prefixes))
-        window = window[:, : trees.nodes]
+        window = window[:, : trees.nodes].contiguous()
         verified = self._verify(batch, draft_input, window, trees, grammar_barrier)
         paths, targets = self._accept(batch, draft_input, verified.logits_output, trees)
         self._commit(batch, window, trees, paths, verified.logits_output)
