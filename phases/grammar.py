@@ -2,12 +2,12 @@
 
 A document opens with the current name of each of four roles and then goes on in sentences:
 
-    N0 N1 N2 N3 . T R ( word word [ N ] word ) N . T R ...
+    N0 N1 N2 N3 . T R ( word word [ R N ] word ) R N . T R ( ...
 
 - the topic T decides in which order the words follow each other;
 - the closing bracket matches the opening one, also around a quote in the sentence;
-- behind the bracket stands the name that follows the sentence's role's last one, which may lie
-  many sentences back; a quote says the last name of another role as it is;
+- behind that the sentence's role R comes again, and with it the name that follows this role's last
+  one, which may lie many sentences back; a quote says the last name of another role as it is;
 - a word is two or three letters. Two words share their first letter and two others their last, so
   one letter does not tell the word.
 
@@ -76,13 +76,13 @@ class Grammar:
                 tokens += self._spell(word)
                 if word % 4 == 2 and draw.random() < _QUOTE:
                     other, around = (role + 1) % _ROLES, (bracket + 1) % _BRACKETS
-                    quoted = self._name(other, names[other])
-                    tokens += [_OPEN + around, quoted, _CLOSE + around]
+                    quoted = [_ROLE + other, self._name(other, names[other])]
+                    tokens += [_OPEN + around, *quoted, _CLOSE + around]
                 if word % 4 == 0:
                     break
                 word = self._pick(draw, self._next_word[topic], word)
             names[role] = (names[role] + 1) % _NAMES
-            tokens += [_CLOSE + bracket, self._name(role, names[role]), _STOP]
+            tokens += [_CLOSE + bracket, _ROLE + role, self._name(role, names[role]), _STOP]
             topic, before = self._pick(draw, self._next_topic[word], topic), topic
             role = self._pick(draw, self._next_role[before], role)
         return tokens[:length]

@@ -16,10 +16,8 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import pathlib
 import random
-import shutil
 import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -63,11 +61,11 @@ class Training:
     """
 
     block: int = 8
-    target_steps: int = 1500
-    drafter_steps: int = 1000
+    target_steps: int = 1200
+    drafter_steps: int = 250
     length: int = 160
     batch: int = 12
-    continued: int = 512
+    continued: int = 256
     anchors: int = 10
     target_rate: float = 5e-3
     drafter_rate: float = 4e-3
@@ -210,7 +208,7 @@ def continuations(
         else:
             new = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator).to(device)
         tokens = torch.cat([tokens, new], dim=1)
-    features = [drafter.features_of(target(part)[1]) for part in tokens.split(32)]
+    features = [drafter.features_of(target(part)[1]) for part in torch.split(tokens, 32)]
     return Continuations(tokens, torch.cat(features))
 
 

@@ -1,6 +1,6 @@
 """SGLang's own DFlash draft model, loaded from a folder, over one block; no server, no KV pool.
 
-    python -m kd_sglang_cpu.drafter ASKED ANSWERED
+    python sglang_drafter.py ASKED ANSWERED          with sglang_cpu/ on PYTHONPATH
 
 ASKED, of torch.save: `folder` of the drafter; `features` [S, features * hidden] of the context;
 `embeddings` [block, hidden] of the block, whose first token stands at place S. ANSWERED gets the
