@@ -31,7 +31,7 @@ def test_the_worked_example_of_a_phase_runs_as_printed(
         shutil.copytree(root / name, tmp_path / name, ignore=ignore)
     shutil.copy(root / "tasks.py", tmp_path)
     files = [match["file"] for match in EXAMPLE.finditer(readme)]
-    assert files == ["phases/p8_greeting/__init__.py", "plans/0018-greeting.md"]
+    assert files == ["phases/p9_greeting/__init__.py", "plans/0018-greeting.md"]
     for match in EXAMPLE.finditer(readme):
         path = tmp_path / match["file"]
         path.parent.mkdir(exist_ok=True)
@@ -49,7 +49,7 @@ def test_the_worked_example_of_a_phase_runs_as_printed(
             check=False,
         )
 
-    run = kd("phase", "run", "8", "--json")
+    run = kd("phase", "run", "9", "--json")
     assert run.returncode == 0, run.stderr
     (gate,) = json.loads(run.stdout)["gates"]
     assert (gate["gate"], gate["status"]) == ("greeting-words", "passed")

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import pathlib
+import sys
 from typing import Any
 
 import torch
@@ -69,6 +70,23 @@ def _watch(backend: Any, *_: Any, **__: Any) -> None:
 
     cls._attend = observed
     cls._kd_watched = True
+    _watch_ddtree()
+
+
+def _watch_ddtree() -> None:
+    """Count what DDTREE accepts, where the server has it: its worker walks the trees itself."""
+    worker = sys.modules.get("kdtree_engine.sglang_ext.ddtree_worker")
+    if worker is None:
+        return
+    accept = worker.accept_trees
+
+    def counted(trees: Any, **given: Any) -> Any:
+        paths = accept(trees, **given)
+        starts = torch.arange(len(paths.counts))[:, None] * trees.nodes
+        accepted(paths.nodes + starts, paths.counts - 1, trees.tokens)
+        return paths
+
+    worker.accept_trees = counted
 
 
 def _spoils() -> bool:

@@ -1,0 +1,78 @@
+"""Phase 8: draft trees from a DFlash drafter, built, verified and accepted in the live service."""
+
+from phases.gate import Gate, GateKind
+from phases.p8_ddtree import service, speed
+from phases.phase import Phase, ServiceProfile
+from phases.requirement import Requirement
+
+_SERVER = (
+    "kdtree-engine/pyproject.toml",
+    "kdtree-engine/kdtree_engine/*.py",
+    "kdtree-engine/kdtree_engine/ops/*.py",
+    "kdtree-engine/kdtree_engine/reference/*.py",
+    "kdtree-engine/kdtree_engine/sglang_ext/*.py",
+    "tests/support/sglang_cpu/*/*",
+)
+"""What runs in the server, so no import of the gates leads there."""
+_GPU_SERVER = (
+    *_SERVER,
+    "kdtree-engine/csrc/*",
+    "kdtree-engine/csrc_trees/*",
+    "kdtree-engine/kdtree_engine/tables/*",
+)
+
+PHASE = Phase(
+    number=8,
+    name="ddtree",
+    title="DDTREE: a drafter's tree instead of its chain",
+    plan=20,
+    depends_on=(4,),
+    gates=(
+        Gate(
+            "ddtree-token-exact",
+            "greedy tokens of DDTREE in the live service equal plain decoding; a wrong mask shows",
+            service.ddtree_token_exact,
+            requires=(Requirement.SGLANG,),
+            time_limit_s=2400.0,
+            data=_SERVER,
+            token_exact=True,
+        ),
+        Gate(
+            "ddtree-distribution",
+            "tokens that DDTREE samples have the target's distribution (chi-square)",
+            service.ddtree_distribution,
+            requires=(Requirement.SGLANG,),
+            time_limit_s=2400.0,
+            data=_SERVER,
+            token_exact=True,
+        ),
+        Gate(
+            "ddtree-graph-token-exact",
+            "with CUDA graphs, of drafter and target, at each width, the tokens are the stock ones",
+            requires=(Requirement.GPU, Requirement.SERVICE),
+            data=_GPU_SERVER,
+            token_exact=True,
+        ),
+        Gate(
+            "ddtree-ops-speed",
+            "build, walk and compaction in a replayed graph, and the oracle on the CPU",
+            speed.ops_speed,
+            kind=GateKind.SPEED,
+            requires=(Requirement.GPU,),
+            data=_GPU_SERVER,
+        ),
+        Gate(
+            "ddtree-speed",
+            "tok/s of DDTREE against the chain of the same drafter and against no speculation",
+            kind=GateKind.SPEED,
+            requires=(Requirement.GPU, Requirement.SERVICE),
+            data=_GPU_SERVER,
+        ),
+    ),
+    profile=ServiceProfile(
+        arguments=(
+            *("--attention-backend", "kdtree_mla"),
+            *("--speculative-algorithm", "DDTREE"),
+        ),
+    ),
+)
