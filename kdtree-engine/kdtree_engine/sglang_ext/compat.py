@@ -33,6 +33,7 @@ __all__ = [
     "add_flags",
     "attention_backends",
     "can_register_algorithms",
+    "capture_blocks",
     "draft_batch",
     "draft_on_triton",
     "draft_ranks",
@@ -211,6 +212,8 @@ def renames_slots(version: str, backend: Any) -> bool:
 QLEN_ALGORITHMS = ("NGRAM", "EAGLE", "EAGLE3", "STANDALONE", "DDTREE")
 """Those whose masks SGLang can make as T x T, or in words that SGLang's own code has for it: NGRAM
 by a constant of its worker, DDTREE by its own, the others by what the backend says of its mask."""
+CHAIN_ALGORITHMS = ("DFLASH", "DSPARK")
+"""Those that verify chains, without a mask."""
 _NGRAM = "sglang.srt.speculative.ngram_worker"
 _VERIFY_MASK = "sglang.srt.layers.attention.verify_mask:VerifyMask"
 _QLEN_ONLY = "sglang.srt.speculative.eagle_utils:TreeMaskMode.QLEN_ONLY"
@@ -350,6 +353,25 @@ def add_flags(flags: Mapping[str, tuple[str, str]]) -> None:
 
     register("sglang.srt.server_args.ServerArgs.add_cli_args", add, after)
     register("sglang.srt.server_args.ServerArgs.from_cli_args", read, before)
+
+
+def capture_blocks(*, masks: bool) -> None:
+    """Whether graphs of DFLASH-like verify passes are captured with a mask, in this process.
+
+    SGLang goes by the backend's class name: a class that it does not know is captured with a mask,
+    which DFLASH and DSPARK then never fill, as they verify chains, and a graph would go on reading
+    what it was captured with. DDTREE fills it, whatever the backend.
+    """
+    utils: Any = importlib.import_module(f"{_DFLASH}.dflash_utils")
+    policy = utils.resolve_dflash_verify_mask_policy
+    stock = getattr(policy, "_kdtree_stock", policy)
+
+    def decided(backend: Any) -> tuple[str, bool]:
+        name, _ = stock(backend)
+        return name, masks
+
+    decided._kdtree_stock = stock  # type: ignore[attr-defined]
+    utils.resolve_dflash_verify_mask_policy = decided
 
 
 def reserved(version: str, draft_input: Any) -> tuple[Any, int]:

@@ -79,7 +79,7 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang is untyped h
             _require_served(self)
         except ConfigError as error:
             stop(error)
-        _capture_with_masks()
+        compat.capture_blocks(masks=True)
 
     def _draft_this_block(self) -> None:
         """Tell the parent, which has made its buffers for all nodes, how much it drafts."""
@@ -397,22 +397,6 @@ def _in_own_dtype(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(input_ids, positions, forward_batch, input_embeds, **named)
 
     return taken
-
-
-def _capture_with_masks() -> None:
-    """Have graphs of this process's verify passes captured with a mask, whatever the backend.
-
-    DFLASH verifies a chain, so SGLang leaves the mask out where a backend's causal path will do.
-    """
-    policy = dflash_utils.resolve_dflash_verify_mask_policy
-    if not getattr(policy, "_kdtree_masks", False):
-
-        def with_mask(backend: Any) -> tuple[str, bool]:
-            name, _ = policy(backend)
-            return name, True
-
-        with_mask._kdtree_masks = True  # type: ignore[attr-defined]
-        dflash_utils.resolve_dflash_verify_mask_policy = with_mask
 
 
 @contextlib.contextmanager

@@ -65,6 +65,8 @@ def made(runner: Any) -> Any:
     qlen = _qlen(settings, left)
     if qlen is not None:
         compat.use_qlen_masks(qlen)
+    if _verifies_chains():
+        compat.capture_blocks(masks=False)
     ends = _wants_ends(settings) and compat.read_prompt_ends(version)
     backend = KdtreeMlaBackend(runner, settings, version, qlen=qlen is not None)
     if compat.renames_slots(version, backend):
@@ -188,6 +190,13 @@ def _qlen(settings: Settings, left: Mapping[str, int]) -> str | None:
     algorithm = _algorithm(get_spec())
     wanted = settings.qlen_mask and settings.verify and not left
     return algorithm if wanted and algorithm in compat.QLEN_ALGORITHMS else None
+
+
+def _verifies_chains() -> bool:
+    """Whether the algorithm verifies chains of a drafter's block, and fills no mask."""
+    from sglang.srt.runtime_context import get_spec
+
+    return _algorithm(get_spec()) in compat.CHAIN_ALGORITHMS
 
 
 def _wants_ends(settings: Settings) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from typing import Any
@@ -169,3 +170,71 @@ def test_the_backends_of_a_runner() -> None:
     )
     assert compat.attention_backends("0.5.17", old) == ("fa3", "kdtree_mla")
     assert compat.attention_backends("0.5.23", new) == ("fa3", "kdtree_mla")
+
+
+def test_blocks_are_captured_with_a_mask_where_one_is_filled(modules: Any) -> None:
+    """SGLang goes by the class's name, and would capture this backend's chains with a mask."""
+    name = "sglang.srt.speculative.dflash_utils"
+    utils = modules(name, resolve_dflash_verify_mask_policy=lambda backend: (backend, True))
+    compat.capture_blocks(masks=False)
+    assert utils.resolve_dflash_verify_mask_policy("ours") == ("ours", False)
+    compat.capture_blocks(masks=True)  # a process may decide twice
+    assert utils.resolve_dflash_verify_mask_policy("ours") == ("ours", True)
+
+
+class Parser:
+    """Takes arguments as argparse does."""
+
+    def __init__(self) -> None:
+        self.flags: dict[str, dict[str, Any]] = {}
+
+    def add_argument(self, flag: str, **named: Any) -> None:
+        self.flags[flag] = named
+
+
+def test_flags_become_environment_variables(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks: dict[str, Any] = {}
+    registry = types.SimpleNamespace(
+        register=lambda target, hook, kind: hooks.update({target: hook})
+    )
+    modules(
+        "sglang.srt.plugins.hook_registry",
+        HookRegistry=registry,
+        HookType=types.SimpleNamespace(BEFORE="before", AFTER="after"),
+    )
+    monkeypatch.setenv("KDTREE_DDTREE_TOPK", "3")
+    compat.add_flags(
+        {
+            "--a-budget": ("KDTREE_DDTREE_BUDGET", "Nodes."),
+            "--a-top": ("KDTREE_DDTREE_TOPK", "Top."),
+        }
+    )
+    parser = Parser()
+    hooks["sglang.srt.server_args.ServerArgs.add_cli_args"](None, parser)
+    assert parser.flags["--a-budget"]["type"] is int
+    assert "KDTREE_DDTREE_BUDGET" in parser.flags["--a-budget"]["help"]
+    given = types.SimpleNamespace(a_budget=16, a_top=None)
+    monkeypatch.delenv("KDTREE_DDTREE_BUDGET", raising=False)
+    hooks["sglang.srt.server_args.ServerArgs.from_cli_args"](object, given)
+    assert os.environ["KDTREE_DDTREE_BUDGET"] == "16"
+    assert os.environ["KDTREE_DDTREE_TOPK"] == "3", "a flag that is not given changes nothing"
+
+
+def test_without_a_registry_of_hooks_there_are_the_variables_alone(modules: Any) -> None:
+    compat.add_flags({"--a-budget": ("KDTREE_DDTREE_BUDGET", "Nodes.")})
+    assert not compat.can_register_algorithms()
+
+
+@pytest.mark.parametrize(
+    ("release", "field"), [("0.5.17", "reserved_seq_lens"), ("0.5.23", "nxt_kv_lens")]
+)
+def test_reserved_slots_have_a_name_of_each_release(release: str, field: str) -> None:
+    draft_input = types.SimpleNamespace(**{f"{field}_cpu": [5, 7], f"{field}_sum": 12})
+    assert compat.reserved(release, draft_input) == ([5, 7], 12)
+
+
+def test_a_release_that_lacks_what_ddtree_needs_is_refused(modules: Any) -> None:
+    with pytest.raises(MissingError, match=r"DDTREE: this SGLang 0\.5\.23 lacks .*FutureMap"):
+        compat.require_ddtree("0.5.23")
+    with pytest.raises(MissingError, match=r"expected 0\.5\.17 or 0\.5\.23"):
+        compat.require_ddtree("0.6.0")

@@ -43,6 +43,12 @@ def test_short_masks_are_for_algorithms_that_have_them(algorithm: types.SimpleNa
     assert start_up._qlen(ON, {}) is None
 
 
+def test_chains_are_verified_without_a_mask(algorithm: types.SimpleNamespace) -> None:
+    for name, chains in (("DFLASH", True), ("DSPARK", True), ("DDTREE", False), (None, False)):
+        algorithm.name = name
+        assert start_up._verifies_chains() is chains, name
+
+
 @pytest.mark.parametrize("short", [False, True])
 def test_the_line_says_what_is_active(short: bool) -> None:
     line = start_up._line("0.5.17", "a library", ON, {}, "cpu", short, short)
