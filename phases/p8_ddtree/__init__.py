@@ -1,7 +1,7 @@
 """Phase 8: draft trees from a DFlash drafter, built, verified and accepted in the live service."""
 
 from phases.gate import Gate, GateKind
-from phases.p8_ddtree import service, speed
+from phases.p8_ddtree import gpu_host, service, speed
 from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
 
@@ -49,7 +49,9 @@ PHASE = Phase(
         Gate(
             "ddtree-graph-token-exact",
             "with CUDA graphs, of drafter and target, at each width, the tokens are the stock ones",
+            gpu_host.graph_tokens,
             requires=(Requirement.GPU, Requirement.SERVICE),
+            time_limit_s=2400.0,
             data=_GPU_SERVER,
             token_exact=True,
         ),
@@ -64,8 +66,10 @@ PHASE = Phase(
         Gate(
             "ddtree-speed",
             "tok/s of DDTREE against the chain of the same drafter and against no speculation",
+            gpu_host.speed,
             kind=GateKind.SPEED,
             requires=(Requirement.GPU, Requirement.SERVICE),
+            time_limit_s=2400.0,
             data=_GPU_SERVER,
         ),
     ),

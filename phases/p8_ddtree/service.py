@@ -24,7 +24,13 @@ from phases.service import Answer, Service, Tokens, failures_in, incomplete, ser
 from phases.service_scale import CPU, Start
 from phases.trained_models import TrainedModels, load_models, prompts, trained_models
 
-__all__ = ["chi_square", "chi_square_limit", "ddtree_distribution", "ddtree_token_exact"]
+__all__ = [
+    "chi_square",
+    "chi_square_limit",
+    "ddtree_distribution",
+    "ddtree_token_exact",
+    "models_of",
+]
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _PROMPTS = (24, 17, 31, 40)
@@ -69,7 +75,7 @@ def ddtree_token_exact(
     The tree must accept more tokens a verification than the chain.
     """
     need_cpu_server()
-    models = models or _models(ctx)
+    models = models or models_of(ctx)
     asked = [tuple(prompts(ctx.seed, 1, length, series=length)[0].tolist()) for length in _PROMPTS]
     with _server(ctx, models, _STOCK, start) as (service, _):
         stock = service.generate(asked, _NEW_TOKENS)
@@ -133,7 +139,7 @@ def ddtree_distribution(
     outcomes that are expected less than 8 times are counted as one.
     """
     need_cpu_server()
-    models = models or _models(ctx)
+    models = models or models_of(ctx)
     prompt = tuple(prompts(ctx.seed, 1, series=7)[0].tolist())
     drawn: collections.Counter[Tokens] = collections.Counter()
     verified = produced = 0
@@ -227,7 +233,7 @@ def _likely_answers(models: TrainedModels, prompt: Tokens, least: float) -> dict
     return found
 
 
-def _models(ctx: Context) -> TrainedModels:
+def models_of(ctx: Context) -> TrainedModels:
     """Trained once for a checkout: they lie with its state, named after what made them."""
     folder = find_checkout().state / "trained"
     return trained_models(folder, seed=ctx.seed, progress=ctx.progress)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from phases.gate import Context, FailureKind, GateFailure
-from phases.p8_ddtree import PHASE, service, speed
+from phases.p8_ddtree import PHASE, gpu_host, service, speed
 from phases.p8_ddtree.service import chi_square, chi_square_limit
 from phases.p8_ddtree.speed import BuildCase
 from phases.requirement import Requirement
@@ -103,9 +103,9 @@ def test_the_gates_that_the_plan_names() -> None:
     assert {gate.name: (set(gate.requires), gate.check is not None) for gate in PHASE.gates} == {
         "ddtree-token-exact": ({Requirement.SGLANG}, True),
         "ddtree-distribution": ({Requirement.SGLANG}, True),
-        "ddtree-graph-token-exact": ({Requirement.GPU, Requirement.SERVICE}, False),
+        "ddtree-graph-token-exact": ({Requirement.GPU, Requirement.SERVICE}, True),
         "ddtree-ops-speed": ({Requirement.GPU}, True),
-        "ddtree-speed": ({Requirement.GPU, Requirement.SERVICE}, False),
+        "ddtree-speed": ({Requirement.GPU, Requirement.SERVICE}, True),
     }
     assert {gate.name for gate in PHASE.gates if gate.token_exact} == {
         *("ddtree-token-exact", "ddtree-distribution", "ddtree-graph-token-exact")
@@ -214,3 +214,42 @@ def test_chi_square_joins_a_rest_that_is_too_small() -> None:
 def test_the_limit_of_chi_square(freedom: int, surprise: float, expected: float) -> None:
     """Against a printed table."""
     assert chi_square_limit(freedom, surprise) == pytest.approx(expected, rel=1e-4)
+
+
+def test_longer_contexts_have_the_same_weights(tmp_path: pathlib.Path) -> None:
+    for name in ("target", "drafter"):
+        (tmp_path / name).mkdir()
+        about: dict[str, Any] = {"max_position_embeddings": 4096}
+        if name == "target":
+            about["rope_scaling"] = {"factor": 1.0, "original_max_position_embeddings": 4096}
+        (tmp_path / name / "config.json").write_text(json.dumps(about))
+        (tmp_path / name / "model.safetensors").write_bytes(b"weights")
+    models = TrainedModels(tmp_path / "target", tmp_path / "drafter", {})
+    longer = gpu_host._lengthened(models, tmp_path / "longer", 70_000)
+    about = json.loads((longer.target / "config.json").read_text())
+    assert about["max_position_embeddings"] == 70_000
+    assert about["rope_scaling"]["original_max_position_embeddings"] == 70_000
+    assert (longer.drafter / "model.safetensors").read_bytes() == b"weights"
+
+
+GRAPHS = "Decode graph replay: worker=target key_size=2 (bs) mode=TARGET_VERIFY raw_bs=1\n"
+DRAFTS = GRAPHS.replace("target", "draft")
+STEP = "Decode batch, cuda graph: True, gen\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "says"),
+    [
+        (GRAPHS * 3 + DRAFTS * 3 + STEP, None),
+        (GRAPHS * 2 + DRAFTS * 3 + STEP, "3 trees were verified, and 2 of them in graphs"),
+        (GRAPHS * 3 + DRAFTS * 2 + STEP, "3 trees were drafted, and 2 of them in graphs"),
+        (GRAPHS * 3 + DRAFTS * 3, "expected lines 'Decode batch'"),
+        (GRAPHS * 3 + DRAFTS * 3 + STEP.replace("True", "False"), "ran without a graph"),
+    ],
+)
+def test_every_pass_must_come_from_a_graph(log: str, says: str | None) -> None:
+    if says is None:
+        assert len(gpu_host._all_in_graphs(gpu_host._TREES, log, 3)) == 2
+        return
+    with pytest.raises(GateFailure, match=says):
+        gpu_host._all_in_graphs(gpu_host._TREES, log, 3)
