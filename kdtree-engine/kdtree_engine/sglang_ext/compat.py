@@ -22,6 +22,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,6 +43,7 @@ __all__ = [
     "missing_names",
     "qlen_mask",
     "read_prompt_ends",
+    "refuse_sampling_masks",
     "register_backend",
     "renames_slots",
     "require_ddtree",
@@ -372,6 +374,18 @@ def capture_blocks(*, masks: bool) -> None:
 
     decided._kdtree_stock = stock  # type: ignore[attr-defined]
     utils.resolve_dflash_verify_mask_policy = decided
+
+
+def refuse_sampling_masks(algorithm: str) -> None:
+    """Have this process's scheduler refuse requests that want the mask which they sample under.
+
+    SGLang 0.5.23 takes such requests for every algorithm of DFLASH's kind; 0.5.17 has none.
+    """
+    scheduler: Any = sys.modules.get("sglang.srt.managers.scheduler")
+    if hasattr(scheduler, "validate_spec_sampling_mask_request"):
+        scheduler.validate_spec_sampling_mask_request = lambda *_: (
+            f"return_sampling_mask is not supported with {algorithm}."
+        )
 
 
 def reserved(version: str, draft_input: Any) -> tuple[Any, int]:

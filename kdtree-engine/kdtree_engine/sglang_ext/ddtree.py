@@ -140,8 +140,6 @@ def _fill_in(arguments: Any) -> None:
         )
     if arguments.pp_size != 1:
         raise ConfigError(f"DDTREE: pipeline parallelism of {arguments.pp_size}, expected none")
-    if getattr(arguments, "enable_dp_attention", False):
-        raise ConfigError("DDTREE: data-parallel attention, expected none")
     if arguments.speculative_draft_window_size is not None:
         raise ConfigError(
             "DDTREE: --speculative-draft-window-size is not supported", remedy="leave it out"

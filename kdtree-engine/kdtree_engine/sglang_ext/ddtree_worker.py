@@ -80,6 +80,7 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang is untyped h
         except ConfigError as error:
             stop(error)
         compat.capture_blocks(masks=True)
+        compat.refuse_sampling_masks("DDTREE")
 
     def _draft_this_block(self) -> None:
         """Tell the parent, which has made its buffers for all nodes, how much it drafts."""
@@ -364,6 +365,8 @@ def _require_served(worker: DDTreeWorker) -> None:
                 "distribution for each position",
                 remedy="--speculative-algorithm DFLASH runs it",
             )
+    if get_parallel().attn_dp_size > 1:
+        raise ConfigError("DDTREE: data-parallel attention, expected none")
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     if mambaish_config(worker.model_runner.model_config) is not None:

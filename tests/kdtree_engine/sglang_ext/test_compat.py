@@ -238,3 +238,11 @@ def test_a_release_that_lacks_what_ddtree_needs_is_refused(modules: Any) -> None
         compat.require_ddtree("0.5.23")
     with pytest.raises(MissingError, match=r"expected 0\.5\.17 or 0\.5\.23"):
         compat.require_ddtree("0.6.0")
+
+
+def test_sampling_masks_are_refused_where_the_scheduler_would_take_them(modules: Any) -> None:
+    compat.refuse_sampling_masks("DDTREE")  # no scheduler in this process
+    scheduler = modules("sglang.srt.managers.scheduler", validate_spec_sampling_mask_request=None)
+    compat.refuse_sampling_masks("DDTREE")
+    said = scheduler.validate_spec_sampling_mask_request("request", "algorithm")
+    assert said == "return_sampling_mask is not supported with DDTREE."
