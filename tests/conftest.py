@@ -15,6 +15,26 @@ from kdtree_engine.library import LIBRARY_NAME
 from phases.checkout import Checkout
 from phases.evidence import Store
 
+_SHARING = (
+    *("test_csrc.py", "test_csrc_trees.py", "test_simt.py", "test_validation.py"),
+    *("test_roofline.py", "test_trained_models.py"),
+)
+"""Their fixtures take long and are made once."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs a machine for itself runs one after the other, however many processes test.
+
+    That is one server or GPU at a time, and one file's tests where they share what was compiled.
+    """
+    for item in items:
+        for name in ("gpu", "sglang"):
+            if item.get_closest_marker(name):
+                item.add_marker(pytest.mark.xdist_group(name))
+        if item.path.name in _SHARING:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def signals_are_heard() -> Iterator[None]:
