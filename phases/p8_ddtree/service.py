@@ -234,8 +234,9 @@ def _likely_answers(models: TrainedModels, prompt: Tokens, least: float) -> dict
 
 
 def models_of(ctx: Context) -> TrainedModels:
-    """Trained once for a checkout: they lie with its state, named after what made them."""
-    folder = find_checkout().state / "trained"
+    """Trained once: they lie where KD_TRAINED_MODELS says, else with the checkout's state."""
+    said = os.environ.get("KD_TRAINED_MODELS")
+    folder = pathlib.Path(said).resolve() if said else find_checkout().state / "trained"
     return trained_models(folder, seed=ctx.seed, progress=ctx.progress)
 
 
