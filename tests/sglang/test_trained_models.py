@@ -86,6 +86,36 @@ def test_the_server_says_the_targets_tokens_and_captures_its_hidden_states(
         torch.testing.assert_close(features, said.features[0, : len(prompt)], atol=2e-4, rtol=2e-4)
 
 
+def test_sglangs_own_dflash_accepts_chains_of_the_drafter(
+    root: pathlib.Path,
+    models: TrainedModels,
+    networks: tuple[Target, Drafter],
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The real worker, its draft KV pool and its Triton attention; the tokens stay the target's."""
+    support = root / "tests" / "support" / "sglang_dflash"
+    paths = (str(support), os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    arguments = (
+        *("--attention-backend", "triton", "--triton-attention-num-kv-splits", "1"),
+        *("--speculative-algorithm", "DFLASH", "--speculative-draft-attention-backend", "triton"),
+        *("--speculative-draft-model-path", str(models.drafter), "--max-running-requests", "16"),
+    )
+    new = 40
+    asked = [prompts(SEED, 1, length, series=10 + length)[0] for length in (17, 24)]
+    log = tmp_path / "server.log"
+    with _cpu_server(models.target, arguments, log, {}, serving) as service:
+        found = service.answers([tuple(one.tolist()) for one in asked], new)
+    for prompt, answer in zip(asked, found, strict=True):
+        said = continuations(*networks, prompt[None], len(prompt) + new)
+        assert list(answer.tokens) == said.tokens[0, len(prompt) :].tolist(), f"seed {SEED}"
+        # The first token comes from the prompt's own pass.
+        length = (new - 1) / answer.verified
+        print(f"\nseed {SEED}: {length:.2f} tokens a verification")
+        assert length >= 3
+
+
 @pytest.mark.parametrize("anchor", [1, 40, 120])
 def test_sglangs_draft_model_computes_what_was_trained(
     root: pathlib.Path,
