@@ -1507,7 +1507,8 @@ def promote(
             same = now is not None and all(
                 now.get(name) == wanted_now[name] for name in ("release", "phase", "service")
             )
-            if same and found["followed"] and live.manager.status().state == "running":
+            set_up = found["followed"] and found["stopped"] is None
+            if same and set_up and live.manager.status().state == "running":
                 click.echo(f"{target.name} is live already (kd restart starts it anew)", err=True)
                 text = f"{target.name} is live already"
                 return {"result": "promoted", "text": text, "job": None}, ExitCode.PASSED
@@ -1968,6 +1969,8 @@ def _on_each(hosts: list[Any], do: Callable[[Any], tuple[Any, int]], as_json: bo
             click.echo(f"host {host.name} ({number} of {len(hosts)})", err=True)
         try:
             answers[host.name], code = do(host)
+        except SystemExit:  # the terminal was closed: nobody is there to be told
+            raise
         except BaseException:  # an interrupt too
             stopped()
             raise

@@ -120,7 +120,7 @@ class Promoter:
         """Take down what is live, and write down that this was on purpose.
 
         It is over in a moment and never half done, so that no signal takes it back. A disk that is
-        full is no reason against it.
+        full is no reason against it: what cannot be written down is said.
         """
         known = agent.promotions(self._root)
         live: dict[str, Any] | None = known["live"]
@@ -129,21 +129,27 @@ class Promoter:
         self._require_seen(live)
         _ignore_signals()
         target = {"name": "what was live", **live}
-        self._audit("begins", live, target)
         name = str(target["name"])
+        try:
+            self._audit("begins", live, target)
+        except OSError as error:
+            self._step("audit", f"cannot be written: {error}")
         try:
             self._keep_lock()
             self._step("stops", "the service and every process of its group")
             self._manager.stop()
             if self._request["gpu"]:
                 self._wait_for_gpus(strict=False)
-            if known["stopped"] is None:
-                kept = {one: live.get(one) for one in ("release", "phase", "name")}
+        except Exception as error:
+            return self._ends("down", f"{name} does not stop: {_told(error)}", live, target)
+        if known["stopped"] is None:
+            kept = {one: live.get(one) for one in ("release", "phase", "name")}
+            try:
                 how = {"result": "stopped", "by": self._request["by"]}
                 agent.promoted(self._root, {**kept, **how})
-        except Exception as error:
-            text = f"{name} is not rightly stopped: {_told(error)}"
-            return self._ends("down", text, live, target)
+            except OSError as error:
+                text = f"{name} is stopped, and the promotion log cannot say so: {_told(error)}"
+                return self._ends("down", text, live, target)
         return self._ends("off", f"{name} is stopped, on purpose", live, target)
 
     def _require_seen(self, live: dict[str, Any] | None) -> None:

@@ -228,7 +228,8 @@ class LiveService:
         asked = False
         try:
             self.releases.lock(owner=by, command=f"{command} ({job})", token=token)
-            self.manager.install()
+            if what != "stop":  # what is live was installed, and a full disk must not keep it up
+                self.manager.install()
             self.releases.start_promoter(job, request)
         except BaseException as error:
             # The answer may be lost and the job begun: it has the token then, and ends as it can.

@@ -398,6 +398,13 @@ class TestStoppedOnPurpose:
     ) -> None:
         usage = shutil.disk_usage(rig.root)
         monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=0))
+        _failing(monkeypatch, "audit", agent.audit, lambda *given: True)
+        with monkeypatch.context() as patched:
+            _failing(patched, "promoted", agent.promoted, lambda *given: True)
+            ends = rig.promoter("stop").stop()
+            assert ends["result"] == "down"
+            assert "good is stopped, and the promotion log cannot say so: " in ends["text"]
+            assert rig.manager.serves is None
         assert rig.promoter("stop").stop()["result"] == "off"
 
     def test_where_nothing_is_live_there_is_nothing_to_stop(self, rig: Rig) -> None:
@@ -417,7 +424,7 @@ class TestStoppedOnPurpose:
             ends = rig.promoter("stop").stop()
         assert (ends["result"], ends["text"]) == (
             "down",
-            "good is not rightly stopped: 1 processes of the service outlived its stop: 77",
+            "good does not stop: 1 processes of the service outlived its stop: 77",
         )
         assert agent.promotions(str(rig.root))["stopped"] is None
 
@@ -752,6 +759,7 @@ def test_a_record_that_is_of_no_use_is_made_anew(
     assert kd("record").exit_code == 0
     assert kd("promote", "stock").exit_code == 0
     (host.root / "tokens.json").write_text("no JSON")
+    assert "kd record writes it anew" in str(kd("promote", "stock").exception)
     assert kd("record").exit_code == 0
     host.is_well(None)
 
