@@ -17,7 +17,7 @@ one line of JSON, `{"done": ...}` or `{"error": TEXT}`. So no name from here eve
     ROOT/lock.json                 who changes something right now
     ROOT/.lock.guard               held for the moment in which lock.json is looked at and changed
     ROOT/service                   what starts the service, and its log
-    ROOT/jobs/NAME                 what runs here for long: its log, and how it ended
+    ROOT/jobs/NAME                 what runs here for long, and the last 20 that ended: log and end
     ROOT/state                     evidence of gates that ran here, of all releases
     ROOT/build                     objects of kernels that were compiled here
 
