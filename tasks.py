@@ -13,6 +13,7 @@ import shlex
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -106,11 +107,13 @@ Exit codes:
 """
 PROMOTE_EPILOG = """\b
 Exit codes:
-  0    it is live (of `kd record`: the tokens are written)
-  1    it was not fit; what was live before is live again, or nothing where nothing was
+  0    it is live (of `kd record`: the tokens are written; of `kd stop`: it is down)
+  1    it was not fit; what was live before is live again, or nothing where nothing was or where
+       it was stopped on purpose
   2    wrong usage or configuration, or the host is locked; nothing has changed. Or the connection
        was lost, or the job there was killed, as the message says: see `kd status --host`
-  4    it was not fit, and what was live before does not serve either; or the lock was broken
+  4    it was not fit, and what was live before does not serve either; or the lock was broken;
+       or, of `kd stop`, a process of the service does not end
   130  interrupted; what was live before is live again, or will be where Ctrl-C came twice
 """
 
@@ -424,7 +427,7 @@ def verify(
     from phases.evidence import Platform
     from phases.promotable import exit_code_of, up_to
     from phases.registry import find_phase
-    from phases.runner import engine_environment, select, unproven
+    from phases.runner import engine_environment, run_that_goes_on, select, unproven
     from phases.states import gate_states
 
     phases = _phases()
@@ -432,10 +435,13 @@ def verify(
         phases = up_to(phases, find_phase(phases, wanted))
     machine = _local_machine(host_name)
     platform = Platform.of(machine, engine_environment())
-    known = _store(_checkout()).newest(phases, host_name, socket.gethostname())
+    store = _store(_checkout())
+    known = store.newest(phases, host_name, socket.gethostname())
     if dry_run:
         known = {} if everything else known
-        states = [one.as_json() for one in gate_states(select(phases), known, machine, platform)]
+        running = run_that_goes_on(_checkout(), store)
+        found = gate_states(select(phases), known, machine, platform, running)
+        states = [one.as_json() for one in found]
         if as_json:
             _print_json({"exit_code": exit_code_of(states), "gates": states})
         else:
@@ -459,12 +465,14 @@ def status(host_name: str | None, as_json: bool) -> None:
 
     With --host, first what is live there: its service, the lock, what was done last.
     """
-    from phases.report import status_rows
+    from phases.report import status_now, status_rows
+    from phases.runner import run_that_goes_on
 
     live = None
     if host_name is not None and _host(host_name).service is not None:
         live = _live_status(host_name)
     phases, store, here = _phases(), _store(_checkout()), socket.gethostname()
+    running = run_that_goes_on(_checkout(), store)
     places = [place for place in store.machines() if place != ("local", here)]
     columns = {
         host if host != "local" else f"local ({hostname})": (
@@ -490,7 +498,7 @@ def status(host_name: str | None, as_json: bool) -> None:
                 "label": label,
                 "gates": {
                     name: {
-                        "status": evidence.gate.status,
+                        "status": status_now(evidence, running),
                         "stale": evidence.stale,
                         "run": evidence.record.run,
                     }
@@ -504,7 +512,7 @@ def status(host_name: str | None, as_json: bool) -> None:
     if live is not None:
         _print_live(live)
     if columns:
-        rows = status_rows(phases, [gates for _, _, gates in columns.values()])
+        rows = status_rows(phases, [gates for _, _, gates in columns.values()], running)
         _print_table(("phase", "gate", *columns), rows)
 
 
@@ -524,8 +532,11 @@ def _live_status(host_name: str) -> dict[str, Any]:
             "service": dataclasses.asdict(live.manager.status()),
             "live": now,
             "followed": found["followed"],
+            "stopped": found["stopped"]
+            and {name: found["stopped"].get(name) for name in ("by", "at")},
             "previous": before,
             "lock": live.releases.lock_holder(),
+            "jobs": live.releases.jobs(),
             "tokens": record and {name: record.get(name) for name in ("at", "by", "server")},
             "audit": live.releases.audited(5),
         }
@@ -537,15 +548,20 @@ def _print_live(found: dict[str, Any]) -> None:
             return "at an unknown time"
         return f"{datetime.datetime.fromtimestamp(at, datetime.UTC):%Y-%m-%d %H:%M:%S} UTC"
 
+    def stopped(one: dict[str, Any]) -> str:
+        return f"stopped on purpose, by {one['by']}, {when(one['at'])}: kd restart starts it"
+
     service, live, lock = found["service"], found["live"], found["lock"]
     pid = f", process {service['pid']}" if service["pid"] else ""
     unrecorded = f"not recorded (kd record --host {found['host']})"
     rows = [
         ("service", f"{service['state']}{pid}"),
         ("live", f"{live['name']}, by {live['by']}, {when(live['at'])}" if live else "nothing"),
+        *([("", stopped(found["stopped"]))] if found["stopped"] else []),
         *([] if found["followed"] else [("", "another is set up there: kd restart, or promote")]),
         ("before", found["previous"]["name"] if found["previous"] else "nothing"),
         ("lock", f"{lock['owner']}, {when(lock['at'])}: {lock['command']}" if lock else "free"),
+        *(("runs", f"{job['name']}, {when(job['at'])}") for job in found["jobs"]),
         ("tokens", when(found["tokens"]["at"]) if found["tokens"] else unrecorded),
     ]
     rows += [
@@ -1491,7 +1507,8 @@ def promote(
             same = now is not None and all(
                 now.get(name) == wanted_now[name] for name in ("release", "phase", "service")
             )
-            if same and found["followed"] and live.manager.status().state == "running":
+            set_up = found["followed"] and found["stopped"] is None
+            if same and set_up and live.manager.status().state == "running":
                 click.echo(f"{target.name} is live already (kd restart starts it anew)", err=True)
                 text = f"{target.name} is live already"
                 return {"result": "promoted", "text": text, "job": None}, ExitCode.PASSED
@@ -1559,7 +1576,11 @@ def rollback(ctx: click.Context, host_names: str, release: str | None, as_json: 
             if release is None:
                 entry = found["previous"]
             else:
-                named = [one for one in found["entries"] if one["release"] == release]
+                named = [
+                    one
+                    for one in found["entries"]
+                    if one.get("result") == "promoted" and one["release"] == release
+                ]
                 entry = named[-1] if named else None
             remedy = f"kd releases --host {host.name}"
             if found["live"] is None or entry is None:
@@ -1572,7 +1593,9 @@ def rollback(ctx: click.Context, host_names: str, release: str | None, as_json: 
                     remedy=remedy,
                 )
             command = f"kd rollback --host {host.name}" + (f" --to {release}" if release else "")
-            outcome = live.again("rollback", entry, _checks(live), command=command, note=_note)
+            outcome = live.again(
+                *("rollback", entry, _checks(live)), seen=found["live"], command=command, note=_note
+            )
         return _changed(outcome, host.name, as_json)
 
     ctx.exit(_on_each(_hosts(host_names), one, as_json))
@@ -1583,7 +1606,10 @@ def rollback(ctx: click.Context, host_names: str, release: str | None, as_json: 
 @_json_option
 @click.pass_context
 def restart(ctx: click.Context, host_names: str, as_json: bool) -> None:
-    """Stop what is live on a host and start it again; its tokens are checked."""
+    """Stop what is live on a host and start it again; its tokens are checked.
+
+    So is started again what `kd stop` has taken down.
+    """
 
     def one(host: Any) -> tuple[dict[str, Any], int]:
         with _live_service(host) as live:
@@ -1594,7 +1620,34 @@ def restart(ctx: click.Context, host_names: str, as_json: bool) -> None:
                     remedy=f"kd promote N --host {host.name}",
                 )
             command = f"kd restart --host {host.name}"
-            outcome = live.again("restart", entry, _checks(live), command=command, note=_note)
+            outcome = live.again(
+                *("restart", entry, _checks(live)), seen=entry, command=command, note=_note
+            )
+        return _changed(outcome, host.name, as_json)
+
+    ctx.exit(_on_each(_hosts(host_names), one, as_json))
+
+
+@cli.command("stop", epilog=PROMOTE_EPILOG)
+@_hosts_option
+@_json_option
+@click.pass_context
+def stop(ctx: click.Context, host_names: str, as_json: bool) -> None:
+    """Take down what is live on a host, with every process of it; `kd status` says so then.
+
+    It stays down until `kd restart`, `kd promote` or `kd rollback`: a promotion that fails
+    meanwhile does not start it either. Ctrl-C does not take a stop back.
+    """
+
+    def one(host: Any) -> tuple[dict[str, Any], int]:
+        with _live_service(host) as live:
+            entry = live.releases.promotions()["live"]
+            if entry is None:
+                raise ConfigError(
+                    f"host {host.name}: nothing is live, so there is nothing to stop",
+                    remedy=f"kd status --host {host.name}",
+                )
+            outcome = live.stop(entry, command=f"kd stop --host {host.name}", note=_note)
         return _changed(outcome, host.name, as_json)
 
     ctx.exit(_on_each(_hosts(host_names), one, as_json))
@@ -1638,14 +1691,17 @@ def _note(text: str) -> None:
 
 @contextlib.contextmanager
 def _live_service(host: Any) -> Iterator[Any]:
-    """The live service of a host, connected inside the `with` block; SIGTERM is Ctrl-C there."""
+    """The live service of a host, connected inside the `with` block; SIGTERM is Ctrl-C there.
+
+    A closed terminal is not: what was begun on the host goes on there.
+    """
     from phases.runner import signals_interrupt
     from phases.service import server_python
     from remote.connection import connect
     from remote.deploy import releases_of
     from remote.promotion import LiveService
 
-    with contextlib.closing(connect(host)) as transport, signals_interrupt():
+    with contextlib.closing(connect(host)) as transport, signals_interrupt(), _hangup_leaves():
         yield LiveService(
             transport,
             releases_of(transport, host),
@@ -1653,6 +1709,25 @@ def _live_service(host: Any) -> Iterator[Any]:
             python=host.python or server_python(),
             manager_python=host.python or sys.executable,
         )
+
+
+@contextlib.contextmanager
+def _hangup_leaves() -> Iterator[None]:
+    """A closed terminal (SIGHUP) ends this process alone; under nohup it does not even do that."""
+    main_thread = threading.current_thread() is threading.main_thread()
+    if not main_thread or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        yield
+        return
+
+    def leave(number: int, frame: object) -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        raise SystemExit(128 + signal.SIGHUP)  # as a shell says of what that signal has ended
+
+    before = signal.signal(signal.SIGHUP, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def _checks(live: Any) -> list[dict[str, Any]]:
@@ -1754,9 +1829,12 @@ def unlock(host_name: str, owner: str | None, as_json: bool) -> None:
 )
 @click.pass_context
 def hosts_check(ctx: click.Context, as_json: bool, names: tuple[str, ...]) -> None:
-    """Whether hosts can be reached, and have their Python and rsync. Default: every host.
+    """Whether hosts can be reached, and have what a promotion will need. Default: every host.
 
-    Exit code 1 where one cannot be reached; why is on stderr.
+    That is SGLang, the service manager, the model, a free port, room on the disk, the secrets that
+    are named, and GPUs with free memory. Nothing is changed there, and nothing started: whether
+    SGLang can serve that model is seen by `kd record`. Exit code 1 where a host cannot be reached
+    or lacks something; what is on stderr.
     """
     from remote.inventory import load_inventory
 
@@ -1768,20 +1846,26 @@ def hosts_check(ctx: click.Context, as_json: bool, names: tuple[str, ...]) -> No
     else:
         words = {True: "yes", False: "no", None: "-"}
         _print_table(
-            ("host", "address", "reached", "python", "rsync"),
+            ("host", "address", "reached", "python", "rsync", "promotion"),
             [
                 (
                     *(name, found[name]["address"]),
                     *(words[found[name][key]] for key in ("reached", "python", "rsync")),
+                    words[found[name]["ready"]],
                 )
                 for name in found
             ],
         )
-    ctx.exit(0 if all(answer["reached"] for answer in found.values()) else 1)
+    well = all(one["reached"] and one["ready"] is not False for one in found.values())
+    ctx.exit(ExitCode.PASSED if well else ExitCode.FAILED)
 
 
 def _checked(host: Any) -> dict[str, Any]:
-    """What a host answers; None for what cannot be known of one that is not reached."""
+    """What a host answers; None for what cannot be known of one that is not reached.
+
+    ready: whether it has all that a promotion needs; None of a host without a service. needs: each
+    of those things, with what was found.
+    """
     from remote.connection import connect
     from remote.errors import TransportError
 
@@ -1793,16 +1877,31 @@ def _checked(host: Any) -> dict[str, Any]:
         rsync = transport.run(["rsync", "--version"], timeout=_CHECK_S, check=False).exit_code == 0
     except TransportError as error:
         click.echo(f"kd: {_one_line(error)}", err=True)
-        return {
-            "address": address,
-            "reached": False,
-            "python": None,
-            "rsync": None,
-            "why": str(error),
-        }
+        nothing = dict.fromkeys(("python", "rsync", "ready"))
+        return {"address": address, "reached": False, **nothing, "needs": [], "why": str(error)}
     finally:
         transport.close()
-    return {"address": address, "reached": True, "python": python, "rsync": rsync, "why": None}
+    found = {"address": address, "reached": True, "python": python, "rsync": rsync}
+    if host.service is None:
+        return {**found, "ready": None, "needs": [], "why": None}
+    needs = _needs(host, python, rsync)
+    for one in needs:
+        if not one["ok"]:
+            click.echo(f"kd: host {host.name}: {one['what']}: {one['said']}", err=True)
+    return {**found, "ready": all(one["ok"] for one in needs), "needs": needs, "why": None}
+
+
+def _needs(host: Any, python: bool, rsync: bool) -> list[dict[str, Any]]:
+    """What a promotion needs of a host: what, whether it is ok, and what was said."""
+    needs = [{"what": "rsync", "ok": rsync, "said": "is there" if rsync else "is not on PATH"}]
+    if not python:
+        said = f"{host.python or sys.executable} is not there, so that nothing else was looked at"
+        return [*needs, {"what": "python", "ok": False, "said": said}]
+    try:
+        with _live_service(host) as live:
+            return [*needs, *live.readiness()]
+    except KdError as error:
+        return [*needs, {"what": "promotion", "ok": False, "said": _one_line(error)}]
 
 
 @cli.command("completion")
@@ -1870,6 +1969,8 @@ def _on_each(hosts: list[Any], do: Callable[[Any], tuple[Any, int]], as_json: bo
             click.echo(f"host {host.name} ({number} of {len(hosts)})", err=True)
         try:
             answers[host.name], code = do(host)
+        except SystemExit:  # the terminal was closed: nobody is there to be told
+            raise
         except BaseException:  # an interrupt too
             stopped()
             raise

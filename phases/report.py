@@ -21,6 +21,7 @@ __all__ = [
     "gate_rows",
     "notes",
     "plain_table",
+    "status_now",
     "status_rows",
 ]
 
@@ -117,17 +118,28 @@ def figure_text(figure: FigureRecord) -> str:
 
 
 def status_rows(
-    phases: Sequence[Phase], columns: Sequence[Mapping[str, Evidence]]
+    phases: Sequence[Phase],
+    columns: Sequence[Mapping[str, Evidence]],
+    running: str | None = None,
 ) -> list[tuple[str, ...]]:
-    """(phase, gate, a cell for each column): the newest status, stale where the code changed."""
+    """(phase, gate, a cell for each column): the newest status, stale where the code changed.
+
+    running: the run that goes on right now: what it has not ended is not interrupted.
+    """
     return [
-        (phase.package, gate.name, *(_cell(column.get(gate.name)) for column in columns))
+        (phase.package, gate.name, *(_cell(column.get(gate.name), running) for column in columns))
         for phase in phases
         for gate in phase.gates
     ]
 
 
-def _cell(evidence: Evidence | None) -> str:
+def status_now(evidence: Evidence, running: str | None) -> str:
+    """`running` of what the run that goes on right now has not ended; else the status there is."""
+    unended = evidence.gate.status is Status.INTERRUPTED and evidence.record.run == running
+    return "running" if unended else str(evidence.gate.status)
+
+
+def _cell(evidence: Evidence | None, running: str | None) -> str:
     if evidence is None:
         return "-"
-    return f"{evidence.gate.status}{' (stale)' if evidence.stale else ''}"
+    return f"{status_now(evidence, running)}{' (stale)' if evidence.stale else ''}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import pathlib
 import shutil
 import signal
 import threading
@@ -41,6 +42,7 @@ __all__ = [
     "engine_environment",
     "phases_below",
     "run",
+    "run_that_goes_on",
     "select",
     "signals_interrupt",
     "unproven",
@@ -258,11 +260,30 @@ def _interrupted(phase: Phase, gate: Gate) -> GateRecord:
     )
 
 
+def run_that_goes_on(checkout: Checkout, store: Store) -> str | None:
+    """The run of this checkout that has not ended: its gates are `interrupted` until each ends.
+
+    None where none goes on: a record that was never finished is one of a run that was killed.
+    """
+    records = store.own_records()
+    if not records or records[-1].finished is not None:
+        return None
+    try:
+        with filelock.FileLock(_run_lock(checkout), timeout=0):
+            return None
+    except (filelock.Timeout, OSError):
+        return records[-1].run
+
+
+def _run_lock(checkout: Checkout) -> pathlib.Path:
+    return checkout.state / "run.lock"
+
+
 @contextlib.contextmanager
 def _alone(checkout: Checkout) -> Iterator[None]:
     """One run at a time: two would spoil each other's times."""
     checkout.state.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(checkout.state / "run.lock")
+    lock = filelock.FileLock(_run_lock(checkout))
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout:

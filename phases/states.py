@@ -11,6 +11,7 @@ from kdtree_engine.machine import Machine
 from phases.evidence import Evidence, Platform
 from phases.gate import Gate, GateKind, Status
 from phases.phase import Phase
+from phases.report import status_now
 from phases.runner import Selection, phases_below
 
 __all__ = ["GateState", "State", "gate_states"]
@@ -49,17 +50,24 @@ class GateState:
 
 
 def gate_states(
-    selection: Selection, known: Mapping[str, Evidence], machine: Machine, platform: Platform
+    selection: Selection,
+    known: Mapping[str, Evidence],
+    machine: Machine,
+    platform: Platform,
+    running: str | None = None,
 ) -> list[GateState]:
     """One for each selected gate, in that order, which must be that of `runner.select`.
 
-    known: the newest evidence of each gate on this machine. A gate that builds on one that failed
+    known: the newest evidence of each gate on this machine. running: the run that goes on there
+    right now. A gate that builds on one that failed
     counts as blocked, as it is in a run where that one fails again.
     """
     found: list[GateState] = []
     for phase, gate in selection:
         evidence = known.get(gate.name)
         state, why = _state(phase, gate, evidence, selection, found, machine, platform)
+        if state is State.MISSING and evidence and status_now(evidence, running) == "running":
+            why = "a run that goes on right now has not ended it yet"
         found.append(
             GateState(
                 phase=phase.package,

@@ -17,7 +17,7 @@ one line of JSON, `{"done": ...}` or `{"error": TEXT}`. So no name from here eve
     ROOT/lock.json                 who changes something right now
     ROOT/.lock.guard               held for the moment in which lock.json is looked at and changed
     ROOT/service                   what starts the service, and its log
-    ROOT/jobs/NAME                 what runs here for long: its log, and how it ended
+    ROOT/jobs/NAME                 what runs here for long, and the last 20 that ended: log and end
     ROOT/state                     evidence of gates that ran here, of all releases
     ROOT/build                     objects of kernels that were compiled here
 
@@ -48,6 +48,10 @@ from typing import Any
 
 _ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,99}")
 _BLOCK = 1 << 20
+_JOBS_KEPT = 20
+"""How many jobs that have ended keep their logs."""
+_JOB_STARTS_S = 600.0
+"""Seconds after which a job without a `job.json` is one whose start was killed."""
 
 
 class Refused(Exception):
@@ -106,11 +110,11 @@ def look_at_python(root: str, packages: list[str]) -> dict[str, Any]:
         "machine": os.uname().machine,
         "glibc": libc.split()[-1] if libc else None,
         "path": os.environ.get("PATH", os.defpath),
-        "packages": _installed(packages),
+        "packages": installed(packages),
     }
 
 
-def _installed(packages: list[str]) -> dict[str, str | None]:
+def installed(packages: list[str]) -> dict[str, str | None]:
     done = _python(["-c", _VERSIONS, *packages], {}, 60.0)
     if done.returncode:
         raise Refused(f"{sys.executable} cannot tell its packages: {_last_line(done.stderr)}")
@@ -250,7 +254,7 @@ def releases(root: str) -> dict[str, Any]:
             "current": about["release"] == current,
             "promoted": about["release"] in promoted,
             "bad": (place / "releases" / about["release"] / "bad.json").is_file(),
-            "evidence": _json(place / "releases" / about["release"] / "evidence.json"),
+            "evidence": _evidence_of(place / "releases" / about["release"]),
         }
         for about in _whole(place)
     ]
@@ -258,6 +262,14 @@ def releases(root: str) -> dict[str, Any]:
     before = [entry["release"] for entry in reversed(history(_log(place)))]
     previous = next((name for name in before if name != current and name in good), None)
     return {"current": current, "previous": previous, "releases": found}
+
+
+def _evidence_of(release: pathlib.Path) -> dict[str, Any] | None:
+    """What `put_evidence` wrote. It is to be shown alone, so a damaged one is as good as none."""
+    try:
+        return _json(release / "evidence.json")
+    except Refused:
+        return None
 
 
 def promoted(root: str, entry: dict[str, Any]) -> dict[str, Any]:
@@ -272,8 +284,9 @@ def promotions(root: str) -> dict[str, Any]:
     """What is live, what came before it, and every promotion, oldest first.
 
     live: the entry that was promoted last; None where nothing was. previous: what a rollback makes
-    live; None where nothing came before. followed: whether what would be started is what is live:
-    a promotion that was killed leaves something else.
+    live; None where nothing came before. stopped: the entry that says that it was stopped on
+    purpose and not started since; None where it was not. followed: whether what would be started
+    is what is live: a promotion that was killed leaves something else.
     """
     place = _root(root)
     entries = _log(place)
@@ -285,6 +298,7 @@ def promotions(root: str) -> dict[str, Any]:
         starts = None
     return {
         "live": live or None,
+        "stopped": entries[-1] if entries and entries[-1].get("result") == "stopped" else None,
         "followed": (starts, _current(place)) == (live.get("service"), live.get("release")),
         "previous": stack[-2] if len(stack) > 1 else None,
         "entries": entries,
@@ -339,7 +353,8 @@ def put_evidence(
 def prune(root: str, keep: int) -> dict[str, list[str]]:
     """Remove old releases but the last `keep` that were promoted, the current and the previous one.
 
-    One that was never promoted goes once a younger one was, and a bad one does not count.
+    One that was never promoted goes once a younger one was, and a bad one does not count. One that
+    a process is at work with stays for the next time; those are `in_use`.
     """
     if keep < 1:
         raise Refused(f"keep: expected 1 or more, got {keep}")
@@ -357,16 +372,31 @@ def prune(root: str, keep: int) -> dict[str, list[str]]:
     kept = {*last[:keep], known["current"], known["previous"], *stack}
     names = [one["release"] for one in known["releases"]]
     youngest = max((names.index(name) for name in order if name in names), default=-1)
-    removed = []
+    removed, in_use = [], []
     for number, name in enumerate(names):
         if name in kept or (name not in order and number > youngest):
+            continue
+        if _in_use(place / "releases" / name):
+            in_use.append(name)
             continue
         # Out of sight first: a release that is half removed must not look like a whole one.
         gone = place / "releases" / f".removed.{name}"
         (place / "releases" / name).rename(gone)
         removed.append(name)
     _remove_hidden(place)
-    return {"removed": removed}
+    return {"removed": removed, "in_use": in_use}
+
+
+def _in_use(release: pathlib.Path) -> bool:
+    """Whether a process has marked a release as one that it works with: see `remote.validation`."""
+    descriptor = os.open(release / "release.json", os.O_RDWR)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _remove_hidden(place: pathlib.Path) -> None:
@@ -513,7 +543,10 @@ def put_tokens(root: str, record: dict[str, Any]) -> dict[str, str]:
 
 def tokens(root: str) -> dict[str, Any]:
     """What `put_tokens` wrote; None where nothing was recorded."""
-    return {"record": _json(_root(root) / "tokens.json")}
+    try:
+        return {"record": _json(_root(root) / "tokens.json")}
+    except Refused as error:
+        raise Refused(f"{error}: kd record writes it anew") from None
 
 
 def model_of(root: str, path: str) -> dict[str, Any]:
@@ -630,6 +663,7 @@ def start_job(
     """
     folder = _job(root, name)
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _remove_old_jobs(folder.parent)
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
@@ -648,6 +682,43 @@ def start_job(
     about = {"pid": started.pid, "since": _since(started.pid), "at": time.time()}
     _write(folder / "job.json", json.dumps(about) + "\n")
     return about
+
+
+def jobs(root: str) -> dict[str, Any]:
+    """The names of the jobs that go on right now, and when each began (Unix time), oldest first."""
+    found = []
+    for folder in (_root(root) / "jobs").glob("*"):
+        about = _job_of(folder)
+        if about is not None and _goes_on(folder, about):
+            found.append({"name": folder.name, "at": about["at"]})
+    return {"jobs": sorted(found, key=lambda one: (one["at"], one["name"]))}
+
+
+def _job_of(folder: pathlib.Path) -> dict[str, Any] | None:
+    """pid, since and at of a job; None of one that was cut short, or whose file is damaged."""
+    try:
+        about = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+        return {"pid": int(about["pid"]), "since": about["since"], "at": float(about["at"])}
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _goes_on(folder: pathlib.Path, about: dict[str, Any]) -> bool:
+    alive = about["since"] is not None and _since(about["pid"]) == about["since"]
+    return alive and not (folder / "exit").exists()
+
+
+def _remove_old_jobs(folder: pathlib.Path) -> None:
+    """All but the last that have ended. One that is just being started has no `job.json` yet."""
+    ended = []
+    for job in folder.glob("*"):
+        about = _job_of(job)
+        with contextlib.suppress(OSError):  # another request removes it as well
+            if about is None or not _goes_on(job, about):
+                ended.append((job.stat().st_mtime, job))
+    for changed, job in sorted(ended)[:-_JOBS_KEPT]:
+        if abs(time.time() - changed) > _JOB_STARTS_S or (job / "job.json").exists():
+            shutil.rmtree(job, ignore_errors=True)
 
 
 # It waits for the program, as nobody else would, and is not ended by what ends the program.
@@ -801,7 +872,12 @@ def _whole(place: pathlib.Path) -> list[dict[str, Any]]:
     """What each release's `release.json` says, oldest first. One that was cut short has none."""
     found = []
     for folder in (place / "releases").glob("[!.]*"):
-        about = _json(folder / "release.json")
+        try:
+            about = _json(folder / "release.json")
+        except Refused as error:
+            raise Refused(
+                f"{error}: move that release away by hand (mv {shlex.quote(str(folder))} ELSEWHERE)"
+            ) from None
         if about is not None:
             found.append({**about, "release": folder.name})
     return sorted(found, key=_order)
@@ -889,7 +965,7 @@ def _unpack_tools(incoming: pathlib.Path) -> list[str]:
     }
     if not wheels:
         return []
-    lacking = [name for name, version in _installed(list(wheels)).items() if version is None]
+    lacking = [name for name, version in installed(list(wheels)).items() if version is None]
     for name in lacking:
         _unpack(wheels[name], incoming / "tools", scripts=False)
     return lacking
@@ -993,8 +1069,18 @@ def _log(place: pathlib.Path) -> list[dict[str, Any]]:
     for number, entry in enumerate(found, 1):
         # None is stock SGLang, which is no release.
         if not isinstance(entry.get("release", 0), (str, type(None))):
-            raise Refused(f"{path}, line {number}: expected JSON with a release")
+            raise _damaged(path, number)
     return found
+
+
+def _damaged(path: pathlib.Path, number: int) -> Refused:
+    """No command guesses what a damaged line of the promotion log said: a person takes it out."""
+    quoted = shlex.quote(str(path))
+    return Refused(
+        f"{path}, line {number}: expected JSON with a release: look at it there "
+        f"(sed -n {number}p {quoted}), then take that line out, with the whole file kept beside "
+        f"it (sed -i.damaged {number}d {quoted})"
+    )
 
 
 def _lines(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -1010,7 +1096,7 @@ def _lines(path: pathlib.Path) -> list[dict[str, Any]]:
         except ValueError:
             entry = None
         if not isinstance(entry, dict):
-            raise Refused(f"{path}, line {number}: expected JSON with a release")
+            raise _damaged(path, number)
         found.append(entry)
     return found
 
@@ -1112,6 +1198,7 @@ _DOES = {
         start_job,
         look_at_job,
         end_job,
+        jobs,
         audit,
         audited,
     )

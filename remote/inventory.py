@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -89,6 +89,36 @@ class Health(_Model):
         return self
 
 
+_PROXY = "leave the service on 127.0.0.1 and let a proxy before it do that"
+_KEY = (
+    "would be shown by SGLang's process and log, kept in every entry of the promotion log, and "
+    f"lock kd out, which asks for tokens without a key: {_PROXY}"
+)
+_TLS = f"has the service speak TLS, and kd asks it in plain HTTP on its own host: {_PROXY}"
+_NO_HTTP = "has the service speak no HTTP, and kd asks it in that"
+_LOCKS_OUT = {
+    "--api-key": _KEY,
+    "--admin-api-key": _KEY,
+    "--ssl-keyfile-password": _KEY,
+    "--ssl-keyfile": _TLS,
+    "--ssl-certfile": _TLS,
+    "--ssl-ca-certs": _TLS,
+    "--grpc-mode": _NO_HTTP,
+    "--smg-grpc-mode": _NO_HTTP,
+    "--config": "names a file that could say any of this: write its options out here",
+}
+"""Arguments of SGLang's with which kd could not ask the service for its health and tokens."""
+_HEARD_AT = ("0.0.0.0", "127.0.0.1", "localhost", "::")
+
+
+def _meant(name: str, options: Iterable[str]) -> str | None:
+    """The option that `name` is, or is short for: SGLang takes what an option begins with."""
+    if name in options:
+        return name
+    short = name.startswith("--") and len(name) >= 5
+    return next((option for option in options if short and option.startswith(name)), None)
+
+
 class Service(_Model):
     """The SGLang server of a host.
 
@@ -129,10 +159,19 @@ class Service(_Model):
             "--tensor-parallel-size": "tensor_parallel",
             "--port": "port",
         }
-        for argument in arguments:
-            field = fields.get(argument.partition("=")[0])
-            if field:
-                raise ValueError(f"{argument} is said by the field {field}")
+        for place, argument in enumerate(arguments):
+            name, equals, value = argument.partition("=")
+            if field := _meant(name, fields):
+                raise ValueError(f"{argument} is said by the field {fields[field]}")
+            # A value is not shown: it may be a secret.
+            if refused := _meant(name, _LOCKS_OUT):
+                raise ValueError(f"{refused} {_LOCKS_OUT[refused]}")
+            address = value if equals else (*arguments, "")[place + 1]
+            if _meant(name, ("--host",)) and address not in _HEARD_AT:
+                raise ValueError(
+                    f"--host {address}: kd asks the service at 127.0.0.1 of its host: leave it "
+                    f"out, or say {' or '.join(_HEARD_AT[:2])}"
+                )
         return arguments
 
 

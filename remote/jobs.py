@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import datetime
 import secrets
 import signal
@@ -11,7 +13,7 @@ from collections.abc import Callable, Mapping
 from remote.errors import TransportError
 from remote.releases import Releases
 
-__all__ = ["JobGone", "follow", "new_job_name", "run_job"]
+__all__ = ["Heard", "JobGone", "follow", "new_job_name", "run_job"]
 
 
 class JobGone(TransportError):
@@ -28,24 +30,39 @@ def new_job_name(what: str) -> str:
     return f"{what}-{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
 
 
+@dataclasses.dataclass
+class Heard:
+    """How much of a job's log has been read, and what of that is still to be said."""
+
+    offset: int = 0
+    rest: str = ""
+    lines: collections.deque[str] = dataclasses.field(default_factory=collections.deque)
+
+
 def follow(
     releases: Releases,
     name: str,
     said: Callable[[str], None],
     *,
+    heard: Heard | None = None,
     poll_s: float = 1.0,
     patience_s: float = _PATIENCE_S,
 ) -> int:
     """Give each whole line that a job prints to `said`, until it ends; its exit code.
 
+    heard: where it was left when an interruption ended the call before; no line comes twice then.
+
     A host that does not answer for a while is asked again, for `patience_s` seconds. Raises
     TransportError after that, and JobGone where the job ended with nobody to see how (a restarted
     host).
     """
-    offset, rest, lost = 0, "", None
+    heard, lost = heard or Heard(), None
     while True:
+        while heard.lines:
+            said(heard.lines[0])
+            heard.lines.popleft()
         try:
-            found = releases.look_at_job(name, offset)
+            found = releases.look_at_job(name, heard.offset)
         except TransportError:
             lost = lost or time.monotonic()
             if time.monotonic() - lost > patience_s:
@@ -53,18 +70,17 @@ def follow(
             time.sleep(poll_s)
             continue
         lost = None
-        *lines, rest = (rest + found["text"]).split("\n")
-        for line in lines:
-            said(line)
-        grown = found["offset"] - offset
-        offset = found["offset"]
+        grown = found["offset"] - heard.offset
+        *lines, rest = (heard.rest + found["text"]).split("\n")
+        heard.lines.extend(lines)  # first: interrupted here, a line comes twice and none is lost
+        heard.offset, heard.rest = found["offset"], rest
         if not found["alive"] and grown == 0:
             if rest:
                 said(rest)
             if found["exit_code"] is None:
                 raise JobGone(f"job {name} ended on its host, and nothing says how")
             return int(found["exit_code"])
-        if grown < _MORE:
+        if grown < _MORE and not heard.lines:
             time.sleep(poll_s)
 
 

@@ -88,6 +88,19 @@ def environment(service: dict[str, Any], folder: pathlib.Path) -> dict[str, str]
     }
 
 
+def in_home(command: list[str]) -> list[str]:
+    """The command with a `~/` of its program and of the model's path read as the home folder.
+
+    No shell reads it, and SGLang takes such a path for the name of a model to be fetched.
+    """
+    return [
+        str(pathlib.Path(word).expanduser())
+        if word.startswith("~/") and (not place or command[place - 1] == "--model-path")
+        else word
+        for place, word in enumerate(command)
+    ]
+
+
 def note(path: pathlib.Path) -> None:
     """Write down which process this is, and since when: its number may be another's later."""
     started = int(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
@@ -101,11 +114,11 @@ def main() -> None:
     folder = pathlib.Path(__file__).resolve().parent
     try:
         service = wanted(folder / "service.json")
-        command = service["command"]
+        command = in_home(service["command"])
         variables = environment(service, folder)
         os.chdir(folder)  # what lives on without its first process is known by where it works
         note(folder / "service.pid")
-        os.execvpe(str(pathlib.Path(command[0]).expanduser()), command, variables)
+        os.execvpe(command[0], command, variables)
     except (OSError, ValueError, RuntimeError, Refused) as error:
         print(f"kd: the service cannot be started: {error}", file=sys.stderr, flush=True)
         raise SystemExit(78) from None  # EX_CONFIG: trying again changes nothing

@@ -30,11 +30,11 @@ from remote.errors import HostKeyError, TransportError, last_words
 from remote.inventory import SshHost
 from remote.known_hosts import HostKey, KnownHosts
 
-__all__ = ["Login", "no_longer_than"]
+__all__ = ["DEFAULT_KEYS", "Login", "no_longer_than", "ssh_config_of"]
 
 KEEPALIVE_S = 15
 SYSTEM_FOLDER = pathlib.Path("/etc/ssh")
-_DEFAULT_KEYS = ("id_rsa", "id_ecdsa", "id_ed25519")
+DEFAULT_KEYS = ("id_rsa", "id_ecdsa", "id_ed25519")
 _DEEPEST = 16  # files that include one another
 _UNKNOWN_SIGNAL = 65  # none has this number: OpenSSH names only some
 
@@ -90,7 +90,7 @@ class Login:
     def _prepared(self) -> fabric.Connection:
         host = self._host
         alias = host.identity or host.address
-        ssh_config = self._ssh_config(alias)
+        ssh_config = ssh_config_of(host, self._folder)
         config = fabric.Config(
             lazy=True,  # a person's own fabric.yaml has no say in how kd connects
             ssh_config=ssh_config,
@@ -125,21 +125,6 @@ class Login:
                 "transport_factory": functools.partial(_Wire, kinds=known.kinds(address, port)),
             }
         return connection
-
-    def _ssh_config(self, alias: str) -> paramiko.SSHConfig:
-        """The person's configuration, then the machine's, below what the inventory says."""
-        host = self._host
-        # The first value counts, so that these win over whatever the files say.
-        text = f"Host {alias}\nHostName {host.address}\nUser {host.user}\nPort {host.port}\n"
-        for path in (self._folder / "config", SYSTEM_FOLDER / "ssh_config"):
-            # "Host *" ends the section that the file before has left open.
-            text += f"Host *\n{_with_included(path, path.parent)}"
-        try:
-            return paramiko.SSHConfig.from_text(text)
-        except Exception as error:  # paramiko raises bare exceptions too
-            raise TransportError(
-                f"host {host.name}: {self._folder / 'config'} cannot be read: {error}"
-            ) from None
 
     def _known_hosts(self, ssh_config: Mapping[str, Any]) -> KnownHosts:
         files: list[pathlib.Path] = []
@@ -195,6 +180,22 @@ class Login:
         return f"is one of these in {error.user}'s authorized_keys there?"
 
 
+def ssh_config_of(host: SshHost, folder: pathlib.Path) -> paramiko.SSHConfig:
+    """The person's configuration, then the machine's, below what the inventory says."""
+    alias = host.identity or host.address
+    # The first value counts, so that these win over whatever the files say.
+    text = f"Host {alias}\nHostName {host.address}\nUser {host.user}\nPort {host.port}\n"
+    for path in (folder / "config", SYSTEM_FOLDER / "ssh_config"):
+        # "Host *" ends the section that the file before has left open.
+        text += f"Host *\n{_with_included(path, path.parent)}"
+    try:
+        return paramiko.SSHConfig.from_text(text)
+    except Exception as error:  # paramiko raises bare exceptions too
+        raise TransportError(
+            f"host {host.name}: {folder / 'config'} cannot be read: {error}"
+        ) from None
+
+
 class _KeysAlone(AuthStrategy):  # type: ignore[misc]
     """Shows the keys of the agent and of the files that the configuration names, and no more.
 
@@ -233,7 +234,7 @@ class _KeysAlone(AuthStrategy):  # type: ignore[misc]
         named = [
             pathlib.Path(path).expanduser() for path in self.ssh_config.get("identityfile", [])
         ]
-        paths = named or [self._folder / name for name in _DEFAULT_KEYS]
+        paths = named or [self._folder / name for name in DEFAULT_KEYS]
         public = {_public_blob(path): path for path in paths}
         # As ssh does: first the agent's keys that a file names, then its others, then the files.
         for key in sorted(of_agent, key=lambda key: key.asbytes() not in public):

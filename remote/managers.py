@@ -148,7 +148,7 @@ class Systemd(_OfHost):
         """Let it know the unit file that lies in the service's folder."""
         name = f"{self._unit}.service"
         there = self._units / name
-        self._refuse_another_s(there)
+        refuse_another_s(there)
         self._as_root("install", "-m", "644", str(self._folder / name), str(there))
         self._as_root("systemctl", "daemon-reload")
 
@@ -176,20 +176,6 @@ class Systemd(_OfHost):
         )
         return systemd_status(done.stdout)
 
-    def _refuse_another_s(self, path: pathlib.Path) -> None:
-        """Refused for a unit that kd has not written, or a link in its place."""
-        try:
-            mine = not path.is_symlink() and path.read_bytes().startswith(WRITTEN_BY.encode())
-        except FileNotFoundError:
-            return
-        except OSError:
-            mine = False
-        if not mine:
-            raise agent.Refused(
-                f"{path} is there, and kd has not written it: it is no file that begins with "
-                f"`{WRITTEN_BY}`: name another `unit` in remote/hosts.yaml, or remove that one"
-            )
-
     def _as_root(self, *words: str, limit_s: float = _LIMIT_S) -> None:
         """As root; sudo never asks."""
         line = [*(() if os.geteuid() == 0 else ("sudo", "-n")), *words]
@@ -213,6 +199,21 @@ _SYSTEMD_STATES = {
     "reloading": RUNNING,
     "inactive": STOPPED,
 }
+
+
+def refuse_another_s(path: pathlib.Path) -> None:
+    """Refused for a systemd unit that kd has not written, or a link in its place."""
+    try:
+        mine = not path.is_symlink() and path.read_bytes().startswith(WRITTEN_BY.encode())
+    except FileNotFoundError:
+        return
+    except OSError:
+        mine = False
+    if not mine:
+        raise agent.Refused(
+            f"{path} is there, and kd has not written it: it is no file that begins with "
+            f"`{WRITTEN_BY}`: name another `unit` in remote/hosts.yaml, or remove that one"
+        )
 
 
 def supervisor_status(said: str) -> dict[str, Any]:

@@ -6,9 +6,10 @@ is JSON, `{"step": NAME, "text": ...}`; the last one has `result` as well:
 
     promoted   what was asked for is live
     restored   it was not fit, and what was live before is live again
-    stopped    it was not fit, and nothing was live before
+    stopped    it was not fit, and nothing was live before, or that was stopped on purpose
     down       it was not fit, and what was live before does not serve either
     recorded   the tokens that releases are held against are written
+    off        it was taken down, as was asked for
     refused    nothing was changed
     lost       somebody broke its lock meanwhile; what is live is for whoever has the lock now
 
@@ -35,14 +36,14 @@ from typing import Any
 from remote import agent, managers
 
 _GPU_LIMIT_S = 90.0
-_GPU_LEFT = 0.03
+GPU_LEFT = 0.03
 """Of a GPU's memory: what drivers keep while nobody uses it, and more."""
 _COMPARED = 0.5
 """Of the tokens, at least: near-ties excuse the rest, as in the gates."""
 _ASKS = 4
 """How often the tokens are asked for while a service must stay well."""
 
-_FREE = 32 << 20
+FREE = 32 << 20
 """Bytes without which no service is stopped, as the next one could not be written down."""
 _ROOM = 1 << 20
 _MOST = 64 << 20
@@ -90,6 +91,7 @@ class Promoter:
         self._log = pathlib.Path(self._root).expanduser() / "service" / "service.log"
         self._log_start = 0
         self._going_back = False
+        self._was_stopped = False
 
     def activate(self, target: dict[str, Any], *, back: bool) -> dict[str, Any]:
         """Make `target` live, or what was before live again.
@@ -100,10 +102,12 @@ class Promoter:
         live = self._begins(target)
 
         def log() -> None:
-            if self._request["what"] != "restart":
-                self._keep_lock()
-                entry = {**target, "result": "promoted", "back": back}
-                agent.promoted(self._root, {**entry, "by": self._request["by"]})
+            restarts = self._request["what"] == "restart"
+            if restarts and not self._was_stopped:
+                return  # it was live, and is
+            self._keep_lock()
+            how = {"result": "started"} if restarts else {"result": "promoted", "back": back}
+            agent.promoted(self._root, {**target, **how, "by": self._request["by"]})
 
         why = self._attempt(lambda: self._try(target)) or self._attempt(log)
         if why is not None:
@@ -112,19 +116,74 @@ class Promoter:
             self._prune()
         return self._ends("promoted", f"{target['name']} is live", live, target)
 
+    def stop(self) -> dict[str, Any]:
+        """Take down what is live, and write down that this was on purpose.
+
+        It is over in a moment and never half done, so that no signal takes it back. A disk that is
+        full is no reason against it: what cannot be written down is said.
+        """
+        known = agent.promotions(self._root)
+        live: dict[str, Any] | None = known["live"]
+        if live is None:
+            raise agent.Refused("nothing is live")
+        self._require_seen(live)
+        _ignore_signals()
+        target = {"name": "what was live", **live}
+        name = str(target["name"])
+        try:
+            self._audit("begins", live, target)
+        except OSError as error:
+            self._step("audit", f"cannot be written: {error}")
+        try:
+            self._keep_lock()
+            self._step("stops", "the service and every process of its group")
+            self._manager.stop()
+            if self._request["gpu"]:
+                self._wait_for_gpus(strict=False)
+        except Exception as error:
+            return self._ends("down", f"{name} does not stop: {_told(error)}", live, target)
+        if known["stopped"] is None:
+            kept = {one: live.get(one) for one in ("release", "phase", "name")}
+            try:
+                how = {"result": "stopped", "by": self._request["by"]}
+                agent.promoted(self._root, {**kept, **how})
+            except OSError as error:
+                text = f"{name} is stopped, and the promotion log cannot say so: {_told(error)}"
+                return self._ends("down", text, live, target)
+        return self._ends("off", f"{name} is stopped, on purpose", live, target)
+
+    def _require_seen(self, live: dict[str, Any] | None) -> None:
+        """Refused where what is live is another by now than when somebody chose what to do."""
+        seen = self._request.get("seen")
+        if seen is not None and (live is None or live.get("at") != seen):
+            now = "nothing" if live is None else f"{live.get('name')}, by {live.get('by')},"
+            raise agent.Refused(
+                f"another was quicker: {now} is live by now, which was not so when this was asked "
+                f"for: look at kd status, then ask again"
+            )
+
     def _begins(self, target: dict[str, Any]) -> dict[str, Any] | None:
         """What is live. Refused, with nothing changed, where the target cannot come to be."""
-        live: dict[str, Any] | None = agent.promotions(self._root)["live"]
+        known = agent.promotions(self._root)
+        live: dict[str, Any] | None = known["live"]
+        self._was_stopped = known["stopped"] is not None
         if self._request["what"] == "restart" and (
             live is None or any(live.get(one) != target[one] for one in ("release", "phase"))
         ):
             raise agent.Refused(f"{target['name']} is not what is live by now")
+        self._require_seen(live)
+        if self._request["what"] in ("rollback", "restart") and not self._is_of_the_model(target):
+            raise agent.Refused(
+                f"{target['name']} was started with the model {_model(target)}, and the recorded "
+                f"tokens are of {self._request['model']}: give model_path that value in "
+                f"remote/hosts.yaml and run kd record, or promote it with the other model"
+            )
         place = pathlib.Path(agent.prepare(self._root)["root"])
         release = target["release"]
         if release is not None and not (place / "releases" / release / "release.json").is_file():
             raise agent.Refused(f"there is no release {release}")
-        if shutil.disk_usage(place).free < _FREE:
-            raise agent.Refused(f"less than {_FREE >> 20} MB are free below {place}: make room")
+        if shutil.disk_usage(place).free < FREE:
+            raise agent.Refused(f"less than {FREE >> 20} MB are free below {place}: make room")
         # Kept for what must be written to bring back what is live, should the disk be filled.
         agent.put_service(self._root, "room", "-" * _ROOM)
         self._audit("begins", live, target)
@@ -153,15 +212,26 @@ class Promoter:
         if mine is False:
             raise Lost
 
+    def _is_of_the_model(self, entry: dict[str, Any]) -> bool:
+        """Whether the recorded tokens say anything of an entry of the promotion log."""
+        named = _model(entry)
+        here, there = (
+            None if path is None else pathlib.Path(path).expanduser()
+            for path in (named, str(self._request["model"]))
+        )
+        return here is None or here == there
+
     def _prune(self) -> None:
         """Remove old releases; what cannot be removed is no reason to take anything back."""
         try:
-            removed = agent.prune(self._root, int(self._request["keep"]))["removed"]
+            found = agent.prune(self._root, int(self._request["keep"]))
         except (agent.Refused, OSError) as error:
             self._step("prunes", f"old releases stay: {error}")
             return
-        if removed:
-            self._step("prunes", f"removed {', '.join(removed)}")
+        if found["removed"]:
+            self._step("prunes", f"removed {', '.join(found['removed'])}")
+        if found["in_use"]:
+            self._step("prunes", f"{', '.join(found['in_use'])} stays, as gates run with it")
 
     def record(self, target: dict[str, Any], prompts: list[list[int]]) -> dict[str, Any]:
         """Ask a server that does nothing but plain decoding, and write down what it says.
@@ -221,14 +291,18 @@ class Promoter:
         name = target["name"]
         if back is not None:
             return self._ends("down", f"{name}: {why}; and {back}", live, target)
-        if live is None:
-            text = f"{name}: {why}; stopped, as nothing was live before"
+        if live is None or self._was_stopped:
+            before = "nothing was live before" if live is None else "it was stopped on purpose"
+            text = f"{name}: {why}; stopped, as {before}"
             return self._ends("stopped", text, live, target)
         text = f"{name}: {why}; {live.get('name', 'what was before')} serves again"
         return self._ends("restored", text, live, target)
 
     def _bring_back(self, live: dict[str, Any] | None) -> str | None:
-        """Let what was live serve again, or nothing where nothing did; why that failed."""
+        """Let what was live serve again, or nothing where nothing did; why that failed.
+
+        What was stopped on purpose is only set up again: whoever restarts it gets that.
+        """
         self._going_back = True
         try:
             self._free_room()
@@ -238,8 +312,11 @@ class Promoter:
             if live is None:
                 agent.remove_service(self._root)
                 return None
+            if self._was_stopped:
+                self._set_up(live)
+                return None
             self._start(live)
-            if _model(live) in (None, self._request["model"]):
+            if self._is_of_the_model(live):
                 self._check("tokens")
             else:
                 self._step("asks", "nothing, as what was live has another model than these tokens")
@@ -252,11 +329,11 @@ class Promoter:
         self._keep_lock()
         self._step("stops", "the service and every process of its group")
         self._manager.stop()
-        taken = _listens(self._port)
+        taken = listens(self._port)
         deadline = time.monotonic() + 10
         while taken and time.monotonic() < deadline:
             time.sleep(0.2)
-            taken = _listens(self._port)
+            taken = listens(self._port)
         if taken:
             raise agent.Refused(
                 f"port {self._port} is held by something that kd does not manage: end that, or "
@@ -287,11 +364,7 @@ class Promoter:
         """Start it, and wait until it is healthy: as long as it lives and its log grows."""
         self._keep_lock()
         self._step("starts", str(target["name"]))
-        agent.put_service(self._root, "service.json", json.dumps(target["service"], indent=1))
-        if target["release"] is None:
-            agent.no_release(self._root)
-        else:
-            agent.switch(self._root, target["release"])
+        self._set_up(target)
         with contextlib.suppress(FileNotFoundError):
             self._log_start = self._log.stat().st_size
         try:
@@ -323,6 +396,14 @@ class Promoter:
                 self._step("waits", f"{now - begun:.0f} s; its log: {self._last_words('')[:160]}")
             # A small model is up in seconds, and a large one need not be asked so often.
             time.sleep(min(self._health["poll_s"], 1.0 if now - begun < 60 else 60.0))
+
+    def _set_up(self, target: dict[str, Any]) -> None:
+        """Let it be what a manager would start."""
+        agent.put_service(self._root, "service.json", json.dumps(target["service"], indent=1))
+        if target["release"] is None:
+            agent.no_release(self._root)
+        else:
+            agent.switch(self._root, target["release"])
 
     def _sustain(self) -> None:
         seconds = float(self._health["sustain_s"])
@@ -526,7 +607,7 @@ def gpus_held() -> list[str] | None:
         held = []
         for line in gpus.splitlines():
             gpu, index, used, total = (part.strip() for part in line.split(","))
-            if float(used) - named.get(gpu, 0.0) > _GPU_LEFT * float(total):
+            if float(used) - named.get(gpu, 0.0) > GPU_LEFT * float(total):
                 held.append(f"{used} MiB of GPU {index}")
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
@@ -586,7 +667,7 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _listens(port: int) -> bool:
+def listens(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port), timeout=2).close()
     except OSError:
@@ -610,7 +691,9 @@ def main(request: dict[str, Any]) -> int:
         signal.signal(number, cancel)
     promoter = Promoter(request, say)
     try:
-        if request["what"] == "record":
+        if request["what"] == "stop":
+            ends = promoter.stop()
+        elif request["what"] == "record":
             ends = promoter.record(request["target"], request["prompts"])
         else:
             ends = promoter.activate(request["target"], back=request["what"] == "rollback")
@@ -626,4 +709,4 @@ def main(request: dict[str, Any]) -> int:
     except (agent.Refused, OSError) as error:
         say({"step": "lock", "text": str(error)})
     say(ends)
-    return 0 if ends["result"] in ("promoted", "recorded") else 1
+    return 0 if ends["result"] in ("promoted", "recorded", "off") else 1

@@ -20,7 +20,7 @@ from typing import Any
 from kdtree_engine.errors import ConfigError
 from remote.errors import TransportError
 from remote.inventory import Host, Service
-from remote.jobs import JobGone, follow, new_job_name
+from remote.jobs import Heard, JobGone, follow, new_job_name
 from remote.releases import ReleaseRefused, Releases
 from remote.service import Manager, manager_of, service_document
 from remote.transport import Transport
@@ -54,7 +54,7 @@ class Outcome:
 
     @property
     def done(self) -> bool:
-        return self.result in ("promoted", "recorded")
+        return self.result in ("promoted", "recorded", "off")
 
 
 class LiveService:
@@ -129,10 +129,15 @@ class LiveService:
         entry: Mapping[str, Any],
         checks: Sequence[Mapping[str, Any]],
         *,
+        seen: Mapping[str, Any] | None,
         command: str,
         note: Callable[[str], None],
     ) -> Outcome:
-        """`rollback` to an entry of the promotion log, or `restart` what is live."""
+        """`rollback` to an entry of the promotion log, or `restart` what is live.
+
+        seen: the entry that was live when that was chosen. Where another is by the time that the
+        lock is had, the host refuses: a rollback would go past what somebody has just promoted.
+        """
         if any(name not in entry for name in ("phase", "name", "service")):
             raise ConfigError(
                 f"host {self._host.name}: the promotion log does not say how it was started",
@@ -140,7 +145,26 @@ class LiveService:
             )
         kept = {name: entry[name] for name in ("release", "phase", "name", "service")}
         kept["port"] = entry.get("port", self._service.port)
-        return self._change(what, kept, checks, command=command, note=note)
+        return self._change(what, kept, checks, seen=seen, command=command, note=note)
+
+    def stop(
+        self, live: Mapping[str, Any], *, command: str, note: Callable[[str], None]
+    ) -> Outcome:
+        """Take down what is live, on purpose. live: its entry of the promotion log."""
+        return self._change("stop", live, (), seen=live, command=command, note=note)
+
+    def readiness(self) -> list[dict[str, Any]]:
+        """Whether the host has what a promotion needs: see `remote.readiness`."""
+        return self.releases.readiness(
+            {
+                "manager": self.manager.about,
+                "model": self._service.model_path,
+                "port": self._service.port,
+                "tensor_parallel": self._service.tensor_parallel,
+                "environment": list(self._service.environment),
+                "cuda_arch": self._host.cuda_arch,
+            }
+        )
 
     def record(
         self,
@@ -175,6 +199,7 @@ class LiveService:
         *,
         command: str,
         note: Callable[[str], None],
+        seen: Mapping[str, Any] | None = None,
         forced: Mapping[str, Any] | None = None,
         prompts: Sequence[Sequence[int]] = (),
     ) -> Outcome:
@@ -190,6 +215,7 @@ class LiveService:
             "gpu": self._host.cuda_arch is not None,
             "model": self._service.model_path,
             "keep": self._host.keep,
+            "seen": None if seen is None else seen.get("at"),
             "by": by,
             "command": command,
             "forced": forced,
@@ -202,7 +228,8 @@ class LiveService:
         asked = False
         try:
             self.releases.lock(owner=by, command=f"{command} ({job})", token=token)
-            self.manager.install()
+            if what != "stop":  # what is live was installed, and a full disk must not keep it up
+                self.manager.install()
             self.releases.start_promoter(job, request)
         except BaseException as error:
             # The answer may be lost and the job begun: it has the token then, and ends as it can.
@@ -211,9 +238,9 @@ class LiveService:
                 raise
             if not isinstance(error, KeyboardInterrupt):
                 raise
-            self._cancel(job, note)
+            self._cancel(what, job, note)
             asked = True
-        return self._follow(job, token, note, asked)
+        return self._follow(what, job, token, note, asked)
 
     def _begun(self, job: str) -> bool:
         try:
@@ -228,18 +255,22 @@ class LiveService:
         with contextlib.suppress(TransportError):  # what went wrong before is what is told
             self.releases.unlock(token)
 
-    def _cancel(self, job: str, note: Callable[[str], None]) -> None:
-        note("the host is asked to put back what was live; once more leaves it alone")
-        self.releases.end_job(job)
+    def _cancel(self, what: str, job: str, note: Callable[[str], None]) -> None:
+        if what == "stop":
+            note("a stop is not taken back (kd restart); once more leaves it to the host")
+        else:
+            note("the host is asked to put back what was live; once more leaves it alone")
+            self.releases.end_job(job)
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):  # the first may have made it deaf
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     signal.signal(number, signal.default_int_handler)
 
     def _follow(
-        self, job: str, token: str, note: Callable[[str], None], asked: bool = False
+        self, what: str, job: str, token: str, note: Callable[[str], None], asked: bool = False
     ) -> Outcome:
         ends: dict[str, Any] = {}
+        heard = Heard()
         other: list[str] = []
 
         def said(line: str) -> None:
@@ -253,15 +284,14 @@ class LiveService:
 
         while True:
             try:
-                follow(self.releases, job, said)
+                follow(self.releases, job, said, heard=heard)
                 break
             except KeyboardInterrupt:
                 if asked:
                     note(f"left to the host, where it goes on: kd status --host {self._host.name}")
                     raise
                 asked = True
-                self._cancel(job, note)
-                ends.clear()
+                self._cancel(what, job, note)
             except JobGone:
                 break
             except TransportError as error:

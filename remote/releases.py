@@ -116,7 +116,7 @@ class Releases:
         self._ask("put_evidence", release=release, phase=phase, gates=list(gates))
 
     def prune(self, keep: int) -> list[str]:
-        """Remove old releases but the last `keep` promoted ones; which went."""
+        """Remove old releases but the last `keep` promoted ones and those in use; which went."""
         return list(self._ask("prune", _SLOW_S, keep=keep)["removed"])
 
     def lock(self, *, owner: str, command: str, token: str) -> None:
@@ -171,7 +171,7 @@ class Releases:
         return self._ask("manage", _SLOW_S, manager=manager, what=what)
 
     def promotions(self) -> dict[str, Any]:
-        """live and previous, entries of the promotion log or None, and all entries."""
+        """live, previous and stopped, entries of the promotion log or None, and all entries."""
         return self._ask("promotions")
 
     def look_at_log(self, offset: int | None, lines: int = 0) -> dict[str, Any]:
@@ -228,12 +228,25 @@ class Releases:
         """Send a signal to it and all that it started; whether it was there."""
         return bool(self._ask("end_job", name=name, number=int(number))["was_alive"])
 
+    def jobs(self) -> list[dict[str, Any]]:
+        """name and at (Unix time) of each job that goes on right now, oldest first."""
+        return list(self._ask("jobs")["jobs"])
+
     def audit(self, entry: Mapping[str, Any]) -> None:
         """Add to the audit log."""
         self._ask("audit", entry=entry)
 
+    def readiness(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """what, ok and said of each thing that a promotion needs there: see `remote.readiness`."""
+        programs = (*_PROGRAMS, "promoter", "launch", "readiness")
+        asked = program_text("readiness", programs, {**request, "root": self._root})
+        return list(self._answer("readiness", asked, _LIMIT_S)["found"])
+
     def _ask(self, do: str, limit_s: float = _LIMIT_S, /, **request: Any) -> dict[str, Any]:
         asked = program_text("agent", _PROGRAMS, {"do": do, "root": self._root, **request})
+        return self._answer(do, asked, limit_s)
+
+    def _answer(self, do: str, asked: str, limit_s: float) -> dict[str, Any]:
         done = self._transport.run(
             [self._python, "-I", "-c", _BOOT],
             timeout=limit_s,

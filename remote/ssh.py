@@ -19,6 +19,7 @@ import io
 import math
 import os
 import pathlib
+import pwd
 import re
 import secrets
 import select
@@ -36,7 +37,7 @@ from remote import limits
 from remote.errors import CommandFailed, CommandTimeout, TransportError, last_words
 from remote.files import whole_file
 from remote.inventory import SshHost
-from remote.login import Login, no_longer_than
+from remote.login import DEFAULT_KEYS, Login, no_longer_than, ssh_config_of
 from remote.quoting import shell_line
 from remote.transport import Completed
 
@@ -94,6 +95,14 @@ chmod "$4" "$2" || exit
 sync "$2" 2>/dev/null
 mv -f "$2" "$1"
 """
+
+
+def _home_of_user() -> pathlib.Path | None:
+    """What the user database says; None of a user whom it does not know."""
+    try:
+        return pathlib.Path(pwd.getpwuid(os.getuid()).pw_dir)
+    except KeyError:
+        return None
 
 
 class SshTransport:
@@ -190,12 +199,41 @@ class SshTransport:
             # The inventory's words win over those of the person's ssh config.
             *("-o", f"HostName={host.address}", "-p", str(host.port), "-l", host.user),
         ]
-        if self._folder is not None:
-            known = self._folder / "known_hosts"
-            words += ["-F", str(self._folder / "config"), "-o", f"UserKnownHostsFile={known}"]
-        if any(set(word) & set(" '\"\\") for word in words):
-            raise TransportError(f"host {self.host}: {self._folder} cannot be told to rsync")
+        words += self._files_for_ssh()
+        for word in words:
+            if set(word) & set(" '\"\\"):
+                raise TransportError(
+                    f"host {self.host}: rsync cannot be told of {word!r}: a path for ssh has no "
+                    "space, quote or backslash"
+                )
         return ("-e", " ".join(words))
+
+    def _files_for_ssh(self) -> list[str]:
+        """Where ssh must look to see what this transport sees.
+
+        It looks in the home folder of the user database, whatever $HOME says, and takes a `~` in
+        its own files for that one too.
+        """
+        if self._folder is None and _home_of_user() == pathlib.Path.home():
+            return []
+        folder = self._files
+        config = folder / "config"
+        alias = self._settings.identity or self._settings.address
+        said = ssh_config_of(self._settings, folder).lookup(alias)
+        named: list[str] = said.get("userknownhostsfile", "").split()
+        known = named[0] if named else folder / "known_hosts"
+        words = ["-F", str(config) if config.exists() else "none"]
+        words += ["-o", f"UserKnownHostsFile={pathlib.Path(known).expanduser()}"]
+        keys = said.get("identityfile") or [
+            str(path) for name in DEFAULT_KEYS if (path := folder / name).exists()
+        ]
+        for key in keys:
+            words += ["-o", f"IdentityFile={pathlib.Path(key).expanduser()}"]
+        return words
+
+    @property
+    def _files(self) -> pathlib.Path:
+        return self._folder or pathlib.Path.home() / ".ssh"
 
     def rsync_place(self, path: str) -> str:
         name = self._settings.identity or self._settings.address
@@ -343,8 +381,7 @@ class SshTransport:
         if self._login is not None and not self._login.alive:
             self.close()
         if self._login is None:
-            folder = self._folder or pathlib.Path.home() / ".ssh"
-            self._login = Login(self._settings, folder, self._connect_timeout)
+            self._login = Login(self._settings, self._files, self._connect_timeout)
         return self._login
 
     # Files.

@@ -26,6 +26,19 @@ States = list[dict[str, Any]]
 """One for each gate: phase, gate, kind, token_exact, state, why, run. `phases.states` says what
 they mean."""
 
+# It becomes the program after it, and that holds the mark as long as it lives, however it ends: no
+# promotion's prune removes the release meanwhile, and none waits for the gates.
+_USING = """
+import fcntl, os, sys
+try:
+    mark = os.open(sys.argv[1], os.O_RDWR)
+    fcntl.flock(mark, fcntl.LOCK_SH)
+    os.stat(sys.argv[1])
+except FileNotFoundError:
+    sys.exit("it is not there any more: a promotion has removed it as an old one")
+os.set_inheritable(mark, True)
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
 _FIELDS = {"phase", "gate", "kind", "token_exact", "state", "why", "run"}
 _ANSWER_S = 600.0
 _ENDED = (0, 1, 3)  # exit codes of a run that came to its end
@@ -54,9 +67,9 @@ class Validation:
         Raises UnknownName where there is no such release, TransportError where the run does not
         come to its end.
         """
-        python, environment, program = self._program(release)
+        line, environment = self._program(release)
         name = new_job_name("validate")
-        line = [python, program, "verify", "--phase", str(phase), "--json", "--no-input"]
+        line = [*line, "verify", "--phase", str(phase), "--json", "--no-input"]
         said: list[str] = []
         result = False
 
@@ -98,9 +111,9 @@ class Validation:
 
     def states(self, release: str, phase: int | str) -> States:
         """How each gate of phases 0..`phase` stands there. Runs none."""
-        python, environment, program = self._program(release)
+        line, environment = self._program(release)
         done = self._transport.run(
-            [python, program, "verify", "--dry-run", "--phase", str(phase), "--json"],
+            [*line, "verify", "--dry-run", "--phase", str(phase), "--json"],
             env=environment,
             timeout=_ANSWER_S,
             check=False,
@@ -120,8 +133,8 @@ class Validation:
             )
         return states
 
-    def _program(self, release: str) -> tuple[str, dict[str, str], str]:
-        """The host's Python, the environment that gates need, and the release's own `tasks.py`."""
+    def _program(self, release: str) -> tuple[list[str], dict[str, str]]:
+        """The release's own `tasks.py` with the host's Python, and the environment of gates."""
         known = {one["release"]: one for one in self._releases.known()["releases"]}
         if release not in known:
             raise UnknownName("release", release, known)
@@ -139,4 +152,5 @@ class Validation:
             "KD_REVISION": known[release].get("revision") or "",
             "KD_SGLANG_PYTHON": python["executable"],
         }
-        return python["executable"], environment, f"{folder}/source/tasks.py"
+        line = [python["executable"], "-c", _USING, f"{folder}/release.json"]
+        return [*line, f"{folder}/source/tasks.py"], environment

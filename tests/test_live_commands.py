@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import pathlib
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 from stand_in_host import StandInHost
 
 import tasks
-from remote import validation
+from remote import inventory, validation
 from remote.local import LocalTransport
 
 pytestmark = pytest.mark.slow
@@ -111,6 +113,62 @@ def test_from_nothing_to_a_promoted_phase_and_back(kd: Kd, host: StandInHost) ->
     assert (code, "release never was never live" in err) == (2, True)
     assert kd("rollback", "--to", "a")[:2] == (0, "here: phase 3 of a is live\n")
     assert kd("restart")[:2] == (0, "here: phase 3 of a is live\n")
+
+
+def test_stopped_on_purpose_and_started_again(kd: Kd, host: StandInHost) -> None:
+    code, out, err = kd("stop")
+    assert (code, out) == (2, "")
+    assert "host here: nothing is live, so there is nothing to stop" in err
+    kd("record")
+    assert kd("promote", "stock")[0] == 0
+    host.place("a")
+    assert kd("promote", "3")[0] == 0
+
+    assert kd("stop")[:2] == (0, "here: phase 3 of a is stopped, on purpose\n")
+    shown = json.loads(kd("status", "--host", "here", "--json")[1])
+    assert (shown["service"]["state"], shown["service"]["pid"]) == ("stopped", None)
+    assert (shown["live"]["name"], shown["followed"]) == ("phase 3 of a", True)
+    assert "@" in shown["stopped"]["by"]
+    assert (shown["audit"][-1]["did"], shown["audit"][-1]["result"]) == ("stop", "off")
+    assert shown["lock"] is None
+    assert "kd restart starts it" in kd("status", "--host", "here")[1]
+    assert json.loads(kd("stop", "--json")[1])["result"] == "off", "twice is as good as once"
+
+    assert kd("restart")[:2] == (0, "here: phase 3 of a is live\n")
+    host.is_well("a")
+    assert json.loads(kd("status", "--host", "here", "--json")[1])["stopped"] is None
+    kd("stop")
+    assert kd("promote", "3")[:2] == (0, "here: phase 3 of a is live\n")
+    kd("stop")
+    assert kd("rollback")[:2] == (0, "here: stock SGLang is live\n")
+    host.is_well(None)
+    assert kd("rollback", "--to", "a")[:2] == (0, "here: phase 3 of a is live\n")
+
+
+def test_what_runs_there_is_shown(kd: Kd, host: StandInHost) -> None:
+    host.releases.start_job("validate-20261130T000000Z-abcdef", ["sleep", "60"], {})
+    shown = json.loads(kd("status", "--host", "here", "--json")[1])
+    assert [one["name"] for one in shown["jobs"]] == ["validate-20261130T000000Z-abcdef"]
+    assert "validate-20261130T000000Z-abcdef, 2" in kd("status", "--host", "here")[1]
+    host.releases.end_job("validate-20261130T000000Z-abcdef", signal.SIGKILL)
+    assert json.loads(kd("status", "--host", "here", "--json")[1])["jobs"] == []
+
+
+def test_a_check_says_what_a_promotion_would_lack(
+    kd: Kd, host: StandInHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-in's Python has no SGLang, and a model's folder may be gone."""
+    hosts = inventory.Inventory({"here": host.host})
+    monkeypatch.setattr(inventory, "load_inventory", lambda path: hosts)
+    code, out, err = kd("hosts", "check")
+    assert (code, err) == (1, f"kd: host here: sglang: {sys.executable} has no SGLang\n")
+    assert out.splitlines()[1].split()[-4:] == ["yes", "yes", "yes", "no"]
+    (host.model / "config.json").unlink()
+    code, out, err = kd("hosts", "check", "here", "--json")
+    needs = {one["what"]: one["ok"] for one in json.loads(out)["here"]["needs"]}
+    assert code == 1
+    assert [what for what, ok in needs.items() if not ok] == ["sglang", "model"]
+    assert not host.root.exists(), "nothing is written there"
 
 
 def test_what_is_not_proven_is_promoted_by_force_alone_and_that_is_logged(

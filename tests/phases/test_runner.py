@@ -18,11 +18,13 @@ from sample_gates import MACHINE, phase, speed_gate
 
 from kdtree_engine.errors import ConfigError
 from phases.checkout import Checkout
-from phases.evidence import Record, Store
+from phases.evidence import Platform, Record, Store
 from phases.gate import FailureKind, Gate, Status
 from phases.phase import Phase
+from phases.report import status_rows
 from phases.requirement import Requirement
-from phases.runner import Event, run, select, unproven
+from phases.runner import Event, run, run_that_goes_on, select, unproven
+from phases.states import gate_states
 
 
 @pytest.fixture
@@ -211,6 +213,31 @@ def test_a_run_that_dies_of_its_watcher_stays_unfinished_with_the_rest_interrupt
     (record,) = store.own_records()
     assert record.finished is None
     assert [entry.status for entry in record.gates] == [Status.PASSED, Status.INTERRUPTED]
+
+
+def test_what_a_run_has_not_ended_is_running_and_interrupted_once_it_is_gone(
+    start, checkout: Checkout, store: Store
+) -> None:
+    one = phase(0, *(Gate(name, "", sample_gates.passes) for name in ("first", "second")))
+
+    def seen() -> tuple[str, str | None]:
+        running, known = run_that_goes_on(checkout, store), store.newest([one], "local", "bench-1")
+        (row,) = [row for row in status_rows([one], [known], running) if row[1] == "second"]
+        states = gate_states(select([one]), known, MACHINE, Platform.of(MACHINE, {}), running)
+        return row[2], states[1].why
+
+    def watch(event: Event) -> None:
+        if event.result is not None and event.gate.name == "first":
+            assert seen() == ("running", "a run that goes on right now has not ended it yet")
+            raise OSError("killed here")
+
+    with pytest.raises(OSError, match="killed here"):
+        start(one, watch=watch)
+    status, why = seen()
+    assert (status, why) == (
+        "interrupted",
+        "it was interrupted when it was last to run: the run ended before this gate did",
+    )
 
 
 def test_what_cannot_be_hashed_is_an_error_of_that_gate_alone(

@@ -151,6 +151,7 @@ class Rig:
         what: str = "promote",
         port: int | None = None,
         others: Mapping[str, list[int]] = MappingProxyType({}),
+        seen: float | None = None,
     ) -> promoter.Promoter:
         request = {
             "root": str(self.root),
@@ -163,6 +164,7 @@ class Rig:
             "by": "me",
             "command": f"kd {what}",
             "token": self.token,
+            "seen": seen,
             "keep": 1,
             "new_tokens": len(RIGHT),
             "checks": [{"prompt": [1, 2], "tokens": RIGHT, "others": others}],
@@ -302,6 +304,129 @@ def test_a_restart_of_what_is_not_live_any_more_is_refused(rig: Rig) -> None:
     agent.promoted(str(rig.root), {**target("other"), "result": "promoted", "release": "b"})
     with pytest.raises(agent.Refused):
         rig.promoter("restart").activate(target("good"), back=False)
+
+
+def test_a_rollback_that_another_s_promotion_has_outdated_is_refused(rig: Rig) -> None:
+    """What it goes back to was chosen before the lock was had."""
+    chosen_when = agent.promotions(str(rig.root))["live"]["at"]
+    agent.promoted(str(rig.root), {**target("newer"), "phase": 4, "result": "promoted", "by": "x"})
+    for what in ("rollback", "restart"):
+        with pytest.raises(
+            agent.Refused, match=r"another was quicker: newer, by x, is live by now"
+        ):
+            rig.promoter(what, seen=chosen_when).activate(target("newer") | {"phase": 4}, back=True)
+    with pytest.raises(agent.Refused, match="another was quicker"):
+        rig.promoter("stop", seen=chosen_when).stop()
+    assert rig.manager.serves == "good"
+
+
+@pytest.mark.parametrize("what", ["rollback", "restart"])
+def test_what_has_another_model_is_refused_before_anything_is_stopped(rig: Rig, what: str) -> None:
+    old = target("old") | {"phase": 3}
+    old["service"]["command"] += ["--model-path", "/models/old"]
+    agent.promoted(str(rig.root), {**old, "result": "promoted", "by": "me"})
+    if what == "rollback":
+        agent.promoted(str(rig.root), {**target("new"), "result": "promoted", "by": "me"})
+    with pytest.raises(agent.Refused) as caught:
+        rig.promoter(what).activate(old, back=what == "rollback")
+    assert "old was started with the model /models/old, and the recorded tokens" in str(
+        caught.value
+    )
+    assert "kd record" in str(caught.value)
+    assert rig.manager.serves == "good"
+
+
+class TestStoppedOnPurpose:
+    """`kd stop`: what is live stays what a restart gets, and nothing else starts it."""
+
+    @pytest.fixture
+    def stopped(self, rig: Rig) -> Rig:
+        ends = rig.promoter("stop").stop()
+        assert (ends["result"], ends["text"]) == ("off", "good is stopped, on purpose")
+        assert rig.manager.serves is None
+        return rig
+
+    def test_it_is_written_down_once(self, stopped: Rig) -> None:
+        found = agent.promotions(str(stopped.root))
+        assert (found["live"]["name"], found["stopped"]["by"]) == ("good", "me")
+        assert found["followed"]
+        assert stopped.promoter("stop").stop()["result"] == "off"
+        assert len(agent.promotions(str(stopped.root))["entries"]) == 2
+        audited = agent.audited(str(stopped.root), 2)["entries"]
+        assert [(one["did"], one["result"]) for one in audited] == [
+            ("stop", "begins"),
+            ("stop", "off"),
+        ]
+
+    def test_a_restart_starts_it(self, stopped: Rig) -> None:
+        assert stopped.promoter("restart").activate(target("good"), back=False)["result"] == (
+            "promoted"
+        )
+        found = agent.promotions(str(stopped.root))
+        assert (stopped.manager.serves, found["live"]["name"], found["stopped"]) == (
+            *("good", "good"),
+            None,
+        )
+        assert found["previous"] is None, "nothing else was live in between"
+
+    def test_a_promotion_goes_on_from_it(self, stopped: Rig) -> None:
+        stopped.bad(says(*RIGHT))
+        assert stopped.promote()["result"] == "promoted"
+        found = agent.promotions(str(stopped.root))
+        assert (found["live"]["name"], found["stopped"]) == ("bad", None)
+
+    @pytest.mark.parametrize("what", ["promote", "record", "restart"])
+    def test_what_fails_does_not_start_it(self, stopped: Rig, what: str) -> None:
+        stopped.bad(says(9))
+        stopped.servers["good"] = stopped.servers["bad"]
+        does = stopped.promoter(what)
+        if what == "record":
+            ends = does.record(target("bad"), [[1, 2]])
+        else:
+            ends = does.activate(target("good" if what == "restart" else "bad"), back=False)
+        assert ends["result"] == "stopped"
+        assert ends["text"].endswith("stopped, as it was stopped on purpose")
+        found = agent.promotions(str(stopped.root))
+        assert stopped.manager.serves is None
+        assert (found["live"]["name"], found["stopped"]["by"], found["followed"]) == (
+            *("good", "me"),
+            True,
+        )
+
+    def test_a_full_disk_is_no_reason_against_it(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        usage = shutil.disk_usage(rig.root)
+        monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=0))
+        _failing(monkeypatch, "audit", agent.audit, lambda *given: True)
+        with monkeypatch.context() as patched:
+            _failing(patched, "promoted", agent.promoted, lambda *given: True)
+            ends = rig.promoter("stop").stop()
+            assert ends["result"] == "down"
+            assert "good is stopped, and the promotion log cannot say so: " in ends["text"]
+            assert rig.manager.serves is None
+        assert rig.promoter("stop").stop()["result"] == "off"
+
+    def test_where_nothing_is_live_there_is_nothing_to_stop(self, rig: Rig) -> None:
+        (rig.root / "promotions.jsonl").unlink()
+        with pytest.raises(agent.Refused, match="nothing is live"):
+            rig.promoter("stop").stop()
+        assert rig.manager.serves == "good", "it is not known whose that is"
+
+    def test_what_does_not_end_is_said_and_not_written_down(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def stays() -> None:
+            raise agent.Refused("1 processes of the service outlived its stop: 77")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(rig.manager, "stop", stays)
+            ends = rig.promoter("stop").stop()
+        assert (ends["result"], ends["text"]) == (
+            "down",
+            "good does not stop: 1 processes of the service outlived its stop: 77",
+        )
+        assert agent.promotions(str(rig.root))["stopped"] is None
 
 
 def test_a_lock_that_was_broken_ends_the_promotion_before_the_log(rig: Rig) -> None:
@@ -521,6 +646,46 @@ def test_ctrl_c_once_more_leaves_it_to_the_host(host: StandInHost) -> None:
 
 
 @pytest.mark.slow
+def test_after_ctrl_c_no_line_comes_twice(host: StandInHost) -> None:
+    assert host.promote(host.place("good")).done
+    seen = len(host.said)
+    interrupts(host, "starts: phase 3 of new")
+    with pytest.raises(KeyboardInterrupt):
+        host.promote(host.place("new", "silent"))
+    steps = [line.partition(":")[0] for line in host.said[seen:]]
+    asked = "the host is asked to put back what was live; once more leaves it alone"
+    assert steps[:6] == ["stops", "starts", asked, "restores", "stops", "starts"]
+    assert steps.count("ends") == 1
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_leaves_a_promotion_to_the_host(host: StandInHost) -> None:
+    """kd ends, as a shell expects of SIGHUP; what was begun there goes on and counts."""
+    assert host.promote(host.place("good")).done
+    host.place("new", "slow")
+    interrupts(host, "starts: phase 3 of new", number=signal.SIGHUP)
+    with signals_interrupt(), tasks._hangup_leaves(), pytest.raises(SystemExit) as ended:
+        host.promote("new")
+    assert ended.value.code == 129
+    assert host.said[-1] == "starts: phase 3 of new", "nobody is there to read more"
+    _ended(host)
+    host.is_well("new")
+
+
+@pytest.mark.slow
+def test_a_stop_is_not_taken_back_by_ctrl_c(
+    host: StandInHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert host.promote(host.place("good", "stubborn")).done  # it takes ten seconds to end
+    interrupts(host, "stops")
+    assert host.stop().result == "off"
+    assert "a stop is not taken back" in " ".join(host.said)
+    assert host.live.manager.status().pid is None
+    assert host.back(host.releases.promotions()["live"], "restart").done
+    host.is_well("good")
+
+
+@pytest.mark.slow
 def test_another_s_server_on_the_port_is_not_taken_for_the_service(host: StandInHost) -> None:
     """It gives the right tokens, and what kd has started still loads."""
     host.place("a", "deaf")
@@ -594,6 +759,7 @@ def test_a_record_that_is_of_no_use_is_made_anew(
     assert kd("record").exit_code == 0
     assert kd("promote", "stock").exit_code == 0
     (host.root / "tokens.json").write_text("no JSON")
+    assert "kd record writes it anew" in str(kd("promote", "stock").exception)
     assert kd("record").exit_code == 0
     host.is_well(None)
 

@@ -202,6 +202,38 @@ def test_names_with_spaces_and_quotes_in_paths_are_kept(hosts_file: pathlib.Path
         ),
         (
             "tensor_parallel: 8",
+            "tensor_parallel: 8\n      arguments: [--api-key, s3cret]",
+            13,
+            "field service.arguments: --api-key would be shown by SGLang's process and log, kept "
+            "in every entry of the promotion log, and lock kd out, which asks for tokens without a "
+            "key: leave the service on 127.0.0.1 and let a proxy before it do that",
+        ),
+        (
+            "tensor_parallel: 8",
+            "tensor_parallel: 8\n      arguments: [--api=s3cret]",
+            13,
+            "field service.arguments: --api-key would be shown",
+        ),
+        (
+            "tensor_parallel: 8",
+            "tensor_parallel: 8\n      arguments: [--ssl-keyfile, /key]",
+            13,
+            "field service.arguments: --ssl-keyfile has the service speak TLS",
+        ),
+        (
+            "tensor_parallel: 8",
+            "tensor_parallel: 8\n      arguments: [--config, /more.yaml]",
+            13,
+            "field service.arguments: --config names a file that could say any of this",
+        ),
+        (
+            "tensor_parallel: 8",
+            "tensor_parallel: 8\n      arguments: [--host, 10.0.0.7]",
+            13,
+            "field service.arguments: --host 10.0.0.7: kd asks the service at 127.0.0.1",
+        ),
+        (
+            "tensor_parallel: 8",
             "tensor_parallel: 8\n      environment: [HF_TOKEN=s3cret]",
             13,
             "field service.environment.0: must be the name of a variable, without a value",

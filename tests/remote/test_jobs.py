@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import signal
 import sys
@@ -9,7 +10,8 @@ import time
 
 import pytest
 
-from remote.jobs import follow, new_job_name
+from remote import agent
+from remote.jobs import Heard, follow, new_job_name
 from remote.releases import ReleaseRefused, Releases
 from remote.transport import Transport
 
@@ -70,6 +72,42 @@ def test_a_name_is_taken_once_and_is_no_path(releases: Releases) -> None:
         releases.start_job("../a", ["true"], {})
     with pytest.raises(ReleaseRefused, match="there is no job"):
         releases.look_at_job("b")
+
+
+def test_what_has_ended_long_ago_goes_and_what_goes_on_stays(
+    releases: Releases, tmp_path: pathlib.Path
+) -> None:
+    releases.start_job("goes-on", ["sleep", "60"], {})
+    folder = tmp_path / "root" / "jobs"
+    (folder / "start-was-killed").mkdir()
+    os.utime(folder / "start-was-killed", (0, 0))
+    for number in range(agent._JOBS_KEPT + 3):
+        releases.start_job(f"ended-{number}", ["true"], {})
+        follow(releases, f"ended-{number}", print, poll_s=0.01)
+    there = {path.name for path in folder.iterdir()}
+    assert there == {"goes-on", *(f"ended-{number}" for number in range(2, 23))}
+    assert [one["name"] for one in releases.jobs()] == ["goes-on"]
+    releases.end_job("goes-on", signal.SIGKILL)
+    assert releases.jobs() == []
+
+
+def test_an_interrupted_reader_goes_on_where_it_was(releases: Releases) -> None:
+    program = "for number in range(6): print('line', number)"
+    releases.start_job("a", [sys.executable, "-c", program], {})
+    lines: list[str] = []
+
+    def said(line: str) -> None:
+        if line == "line 2" and not again:
+            raise KeyboardInterrupt
+        lines.append(line)
+
+    heard, again = Heard(), False
+    with pytest.raises(KeyboardInterrupt):
+        follow(releases, "a", said, heard=heard, poll_s=0.05)
+    assert lines == ["line 0", "line 1"]
+    again = True
+    assert follow(releases, "a", said, heard=heard, poll_s=0.05) == 0
+    assert lines == [f"line {number}" for number in range(6)]
 
 
 def test_a_character_is_not_cut_in_two(releases: Releases) -> None:

@@ -303,6 +303,7 @@ def test_killed_at_any_step_the_next_run_serves(
                 "rollback",
                 host.live.entry(Target(None, None, (), {})),
                 host.checks,
+                seen=None,
                 command="kd",
                 note=host.said.append,
             ).done

@@ -6,7 +6,11 @@ import concurrent.futures
 import contextlib
 import itertools
 import json
+import os
 import pathlib
+import re
+import shlex
+import subprocess
 import sys
 import threading
 import zipfile
@@ -15,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from remote import agent
+from remote import agent, validation
 from remote import releases as client
 from remote.agent import file_digest
 from remote.errors import TransportError
@@ -271,6 +275,77 @@ def test_releases_are_counted_and_no_clock_orders_them(
     assert host.prepare()["base"] == "waiting"
     # "first" is what a rollback goes to, and "waiting" is younger than what was promoted.
     assert host.prune(1) == ["z", "y", "never"]
+
+
+def test_a_release_that_gates_run_with_stays_until_they_end(
+    host: Releases, root: pathlib.Path
+) -> None:
+    """However they end: the mark is the process's own, and nobody has to take it away."""
+    for name in "abc":
+        placed(host, root, name)
+        host.promoted({"release": name, "phase": 3, "result": "promoted"})
+    host.switch("c")
+    mark = root / "releases" / "a" / "release.json"
+    gates = subprocess.Popen(
+        [sys.executable, "-c", validation._USING, str(mark), "-c", "print(1); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    assert gates.stdout is not None
+    assert gates.stdout.readline() == b"1\n"
+    assert host.prune(1) == []
+    assert mark.is_file()
+    gates.kill()
+    gates.communicate()
+    assert host.prune(1) == ["a"]
+
+
+def test_gates_of_a_release_that_is_gone_say_so(host: Releases, root: pathlib.Path) -> None:
+    line = [
+        sys.executable,
+        "-c",
+        validation._USING,
+        str(root / "releases/a/release.json"),
+        "-c",
+        "",
+    ]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "it is not there any more: a promotion has removed it as an old one\n"
+
+
+def test_a_damaged_line_of_the_promotion_log_comes_with_what_mends_it(
+    host: Releases, root: pathlib.Path
+) -> None:
+    host.prepare()
+    for name in "ab":
+        host.promoted({"release": name, "phase": 3, "result": "promoted"})
+    log = root / "promotions.jsonl"
+    first, second = log.read_bytes().splitlines(keepends=True)
+    for damaged in (b"\xffgarbage\n", b'{"release": 7}\n', b"[1]\n"):
+        log.write_bytes(first + damaged + second)
+        with pytest.raises(ReleaseRefused, match=r"promotions\.jsonl, line 2: expected") as caught:
+            host.promotions()
+        assert "\n" not in str(caught.value)
+        (mend,) = re.findall(r"\((sed -i.*)\)$", str(caught.value))
+        subprocess.run(["sh", "-c", mend], check=True)
+        found = host.promotions()
+        assert (found["live"]["release"], found["previous"]["release"]) == ("b", "a")
+        assert damaged in (root / "promotions.jsonl.damaged").read_bytes()
+
+
+def test_a_damaged_release_comes_with_what_mends_it(host: Releases, root: pathlib.Path) -> None:
+    for name in "ab":
+        placed(host, root, name)
+    (root / "releases/a/evidence.json").write_text("{")
+    assert [one["evidence"] for one in host.known()["releases"]] == [None, None]
+    (root / "releases/a/release.json").write_text("{")
+    with pytest.raises(ReleaseRefused, match=r"release\.json cannot be read") as caught:
+        host.known()
+    (mend,) = re.findall(r"\((mv .*) ELSEWHERE\)$", str(caught.value))
+    subprocess.run(["sh", "-c", f"{mend} {shlex.quote(str(root))}/moved"], check=True)
+    assert [one["release"] for one in host.known()["releases"]] == ["b"]
 
 
 def test_a_prune_that_was_killed_is_taken_up(host: Releases, root: pathlib.Path) -> None:

@@ -496,6 +496,17 @@ class TestLaunch:
                 launch.environment({"environment": given, "from_host": [name]}, folder)
             assert "/another/engine" not in str(caught.value)
 
+    def test_the_model_s_path_may_begin_in_the_home_folder(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """No shell reads it, and SGLang would take it for a name to be fetched."""
+        monkeypatch.setenv("HOME", "/home/kd")
+        line = ["~/python", "-m", "x", "--model-path", "~/model", "--other", "~/as it is"]
+        assert launch.in_home(line) == [
+            *("/home/kd/python", "-m", "x", "--model-path", "/home/kd/model"),
+            *("--other", "~/as it is"),
+        ]
+
     def test_a_missing_secret_is_named(self, folder: pathlib.Path) -> None:
         with pytest.raises(launch.Refused, match="KD_NOT_THERE: named for this service"):
             launch.environment({"environment": {}, "from_host": ["KD_NOT_THERE"]}, folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import shutil
@@ -116,6 +117,30 @@ def test_what_has_not_changed_takes_no_room(
     assert (second / "two words").read_text() == "changed"
     assert (first / "two words").read_text() != "changed"
     assert not (second / "a").exists()
+
+
+@pytest.mark.parametrize("config", ["named key", "no config"])
+def test_rsync_looks_where_home_is_as_all_else_does(
+    checkout: pathlib.Path,
+    server: ssh_server.SshServer,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    config: str,
+) -> None:
+    """$HOME may be another than the user database's, where ssh itself would look."""
+    person = tmp_path / "home" / ".ssh"
+    shutil.copytree(server.person, person)
+    (person / "key").rename(person / "id_ed25519")
+    if config == "named key":
+        (person / "config").write_text("Host near\n  IdentityFile ~/.ssh/id_ed25519\n")
+    else:
+        (person / "config").unlink()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    with contextlib.closing(SshTransport(server.host())) as transport:
+        (tmp_path / "there").mkdir()
+        sync._rsync(transport, checkout, ["plain.py"], str(tmp_path / "there"))
+    assert (tmp_path / "there/plain.py").is_file()
 
 
 def test_an_unknown_host_key_is_refused_by_rsync_too(

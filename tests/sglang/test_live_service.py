@@ -2,6 +2,10 @@
 
 The host is this machine, reached over SSH; its service manager is a real supervisord. Services that
 are unfit in other ways are in tests/remote/test_promotion.py, with a stand-in that starts at once.
+
+All tests share one host, in the order of this file: what is unfit comes first, where nothing is
+live that would have to be started again, as a start of SGLang takes half a minute and more. Each of
+them can be run alone too.
 """
 
 from __future__ import annotations
@@ -9,21 +13,25 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import ssh_server
 
-from phases.phase import Phase
 from phases.recorded import draw_prompts, expected, without_speculation
 from phases.registry import find_phase, load_phases
 from phases.service import server_python
 from phases.service_scale import CPU, kernel
 from phases.small_model import write_small_model
+from remote import agent
 from remote.deploy import Deployment, releases_of
+from remote.errors import TransportError
 from remote.inventory import Health, Service, SshHost
 from remote.promotion import LiveService, Outcome, Target
 from remote.ssh import SshTransport
@@ -31,15 +39,38 @@ from remote.ssh import SshTransport
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 pytest.importorskip("supervisor", reason="supervisor is not installed")
 
-WRONG = ("mask=metadata.custom_mask,", "mask=torch.ones_like(metadata.custom_mask),")
+BACKEND = "kdtree-engine/kdtree_engine/sglang_ext/backend.py"
+PLUGIN = "kdtree-engine/kdtree_engine/sglang_ext/plugin.py"
+SEES_ALL = (BACKEND, "mask=metadata.custom_mask,", "mask=torch.ones_like(metadata.custom_mask),")
+"""Every node sees every other one."""
+HANGS = (
+    PLUGIN,
+    "    try:\n        compat.register_backend(",
+    "    import time\n\n    print('kd test: hangs here', flush=True)\n    time.sleep(1e6)\n"
+    "    try:\n        compat.register_backend(",
+)
+"""SGLang calls this while it starts."""
+FAILS = (
+    BACKEND,
+    "        heads = layer.tp_q_head_num\n",
+    "        if mask is not None and qo_indptr.numel() > 2:\n"
+    "            raise RuntimeError('kd test: no kernel for this batch')\n"
+    "        heads = layer.tp_q_head_num\n",
+)
+"""Of several requests: SGLang's warm-up and its answers to /health are of one."""
+STALLED_S = 45.0
 ENVIRONMENT = (*CPU.environment, "KD_TEST_SECRET")
 
 
 class Live:
     """A host with SGLang on it, and this checkout on its way there."""
 
-    def __init__(self, folder: pathlib.Path, server: ssh_server.SshServer) -> None:
+    def __init__(
+        self, folder: pathlib.Path, server: ssh_server.SshServer, checkout: pathlib.Path
+    ) -> None:
         self.said: list[str] = []
+        self.checkout = checkout
+        self.phase = find_phase(load_phases(), "3")
         self.secret = f"hush-{time.time_ns()}"
         python = folder / "python"
         (support,) = CPU.paths
@@ -101,19 +132,82 @@ class Live:
         arguments = without_speculation(self.host.service.command_line())
         return self.service.record(arguments, prompts, command="kd record", note=self.said.append)
 
-    def deploy(self, checkout: pathlib.Path) -> str:
-        deployment = Deployment(checkout, (None, None))
-        return str(deployment.run(self.transport, self.host, note=self.said.append)["release"])
-
-    def promote(self, release: str | None, phase: Phase, *more: str) -> Outcome:
-        profile = phase.profile
-        target = Target(release, phase.number, (*profile.arguments, *more), profile.environment)
-        if release is None:
-            target = Target(None, None, (), {})
+    def recorded(self) -> dict[str, Any]:
+        """What plain decoding says, once for all tests."""
+        if self.releases.tokens() is None:
+            assert self.record().result == "recorded"
         record = self.releases.tokens()
         assert record is not None
-        checks = expected(record).checks
+        return record
+
+    def deploy(self, *broken: tuple[str, str, str]) -> str:
+        """A release of this checkout. broken: file, text and what stands there instead."""
+        before = {}
+        for name, text, instead in broken:
+            path = self.checkout / name
+            before[path] = path.read_text()
+            assert before[path].count(text) == 1, f"{name} has changed: break it in another way"
+            path.write_text(before[path].replace(text, instead))
+        deployment = Deployment(self.checkout, (None, None))
+        try:
+            placed = deployment.run(self.transport, self.host, note=self.said.append)
+        finally:
+            for path, text in before.items():
+                path.write_text(text)
+        return str(placed["release"])
+
+    def promote(self, release: str | None, *more: str) -> Outcome:
+        profile = self.phase.profile
+        target = Target(
+            release, self.phase.number, (*profile.arguments, *more), profile.environment
+        )
+        if release is None:
+            target = Target(None, None, (), {})
+        checks = expected(self.recorded()).checks
         return self.service.promote(target, checks, command="kd promote", note=self.said.append)
+
+    def back(self) -> Outcome:
+        """`kd rollback`."""
+        found = self.releases.promotions()
+        return self.service.again(
+            "rollback",
+            found["previous"],
+            expected(self.recorded()).checks,
+            seen=found["live"],
+            command="kd rollback",
+            note=self.said.append,
+        )
+
+    def good(self) -> str:
+        """The release that is live and right: deployed and promoted, where none is."""
+        live = self.releases.promotions()["live"]
+        if live is None or live["release"] is None:
+            assert self.promote(self.deploy()).done
+            live = self.releases.promotions()["live"]
+        return str(live["release"])
+
+    def serves(self, release: str | None) -> None:
+        """This release is live by every account, its process runs, and nobody has the lock."""
+        live = self.releases.promotions()["live"]
+        assert (live["release"], self.releases.known()["current"]) == (release, release)
+        assert self.service.manager.status().pid is not None
+        assert self.releases.lock_holder() is None
+
+    @contextlib.contextmanager
+    def taken_back(self) -> Iterator[list[Outcome]]:
+        """Whatever is promoted in the block leaves what was live, or nothing where nothing was."""
+        before = self.releases.promotions()["live"]
+        outcomes: list[Outcome] = []
+        yield outcomes
+        assert self.releases.promotions()["live"] == before
+        for outcome in outcomes:
+            assert outcome.result == ("stopped" if before is None else "restored"), outcome.text
+        if before is not None:
+            self.serves(before["release"])
+            return
+        assert self.service.manager.status().pid is None
+        assert self.releases.service_left() == []
+        assert self.releases.known()["current"] is None
 
     def close(self) -> None:
         with contextlib.suppress(Exception):
@@ -122,17 +216,6 @@ class Live:
         line = [sys.executable, "-m", "supervisor.supervisorctl", "-c", str(conf), "shutdown"]
         subprocess.run(line, capture_output=True, check=False, timeout=60)
         self.transport.close()
-
-
-@pytest.fixture
-def live(tmp_path: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    if ssh_server.SSHD is None or shutil.which("rsync") is None:
-        pytest.skip("sshd and rsync are needed (apt-get install openssh-server rsync)")
-    server = ssh_server.SshServer(tmp_path_factory.mktemp("sshd"))
-    made = Live(tmp_path, server)
-    yield made
-    made.close()
-    server.stop()
 
 
 def clone(root: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
@@ -149,52 +232,122 @@ def clone(root: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def test_a_release_is_live_or_what_was_before_is(
-    live: Live, root: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
-    phase = find_phase(load_phases(), "3")
-    checkout = clone(root, tmp_path / "checkout")
+@pytest.fixture(scope="module")
+def live(root: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    if ssh_server.SSHD is None or shutil.which("rsync") is None:
+        pytest.skip("sshd and rsync are needed (apt-get install openssh-server rsync)")
+    server = ssh_server.SshServer(tmp_path_factory.mktemp("sshd"))
+    checkout = clone(root, tmp_path_factory.mktemp("checkout"))
+    made = Live(tmp_path_factory.mktemp("host"), server, checkout)
+    yield made
+    made.close()
+    server.stop()
 
-    # Nothing is live yet; what plain decoding says is written down.
-    assert live.record().result == "recorded"
-    record = live.releases.tokens()
-    assert record is not None
+
+def test_what_plain_decoding_says_is_recorded(live: Live) -> None:
+    record = live.recorded()
     assert record["server"]["version"] == "0.5.23"
     assert len({tuple(one["tokens"]) for one in record["together"]}) == 3
-    assert live.service.manager.status().pid is None
+    if live.releases.promotions()["live"] is None:
+        assert live.service.manager.status().pid is None, "nothing was live, and nothing is"
 
-    # Trees on the kernel give those tokens.
-    good = live.deploy(checkout)
-    outcome = live.promote(good, phase)
-    assert (outcome.result, outcome.text) == ("promoted", f"phase 3 of {good} is live")
+
+def test_one_that_does_not_even_start(live: Live) -> None:
+    release = live.deploy()
+    with live.taken_back() as outcomes:
+        outcomes.append(live.promote(release, "--no-such-argument"))
+    assert "--no-such-argument" in outcomes[0].text
+
+
+def test_one_that_hangs_while_it_loads(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process lives, and its log says nothing more: it is given up long before any ceiling."""
+    release = live.deploy(HANGS)
+    monkeypatch.setitem(live.host.health.__dict__, "stalled_log_s", STALLED_S)
+    with live.taken_back() as outcomes:
+        outcomes.append(live.promote(release))
+    assert f"not healthy, and its log has stood still for {STALLED_S:g} s" in outcomes[0].text
+    assert "kd test: hangs here" in live.releases.look_at_log(None, 2000)["text"]
+
+
+def test_one_that_is_healthy_and_cannot_generate(live: Live) -> None:
+    release = live.deploy(FAILS)
+    seen = len(live.said)
+    with live.taken_back() as outcomes:
+        outcomes.append(live.promote(release))
+    assert any(line.startswith("healthy") for line in live.said[seen:])
+    assert "it does not generate" in outcomes[0].text
+    assert "kd test: no kernel for this batch" in live.releases.look_at_log(None, 5000)["text"]
+    assert release in [one["release"] for one in live.releases.known()["releases"] if one["bad"]]
+
+
+def test_killed_while_it_loads_nothing_is_lost_and_a_rerun_serves(live: Live) -> None:
+    """The promoter, by SIGKILL, as where memory lacks; the server that it began goes on."""
+    assert live.promote(None).done
+    live.serves(None)
+    release, seen = live.deploy(), len(live.said)
+
+    def kill() -> None:
+        while f"starts: phase 3 of {release}" not in live.said[seen:]:
+            time.sleep(0.1)
+        time.sleep(5.0)  # by then it is importing itself
+        jobs = pathlib.Path(live.host.root, "jobs").glob("promote-*")
+        agent.end_job(live.host.root, max(job.name for job in jobs), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(TransportError, match="ended without a result") as caught:
+        live.promote(release)
+    killer.join()
+    assert "kd unlock" in str(caught.value)
+    found = live.releases.promotions()
+    assert (found["live"]["name"], found["followed"]) == ("stock SGLang", False)
+    half_loaded = live.service.manager.status().pid
+    assert half_loaded is not None
+    holder = live.releases.lock_holder()
+    assert holder is not None
+    live.releases.break_lock(holder)
+
+    outcome = live.promote(release)
+    assert (outcome.result, outcome.text) == ("promoted", f"phase 3 of {release} is live")
+    live.serves(release)
+    assert live.releases.group_of(half_loaded) == []
     log = live.releases.look_at_log(None, 400)["text"]
     assert "kdtree_mla: SGLang 0.5.23" in log
     assert "verify: kernel" in log
 
-    # An engine that lets every node see every other one gives other tokens, and is taken back.
-    mask = checkout / "kdtree-engine/kdtree_engine/sglang_ext/backend.py"
-    text = mask.read_text()
-    assert WRONG[0] in text, "the engine has changed: break it in another way here"
-    mask.write_text(text.replace(*WRONG))
-    bad = live.deploy(checkout)
-    outcome = live.promote(bad, phase)
-    assert outcome.result == "restored", outcome.text
-    assert "other tokens than recorded" in outcome.text
-    assert live.releases.known()["current"] == good
 
-    # So is one that SGLang does not even start with.
-    mask.write_text(text)
-    outcome = live.promote(live.deploy(checkout), phase, "--no-such-argument")
-    assert outcome.result == "restored", outcome.text
-    assert "--no-such-argument" in outcome.text
-    live_now = live.releases.promotions()["live"]
-    assert (live_now["release"], live_now["phase"]) == (good, 3)
-    assert live.releases.known()["current"] == good
-    assert live.service.manager.status().pid is not None
+def test_one_that_gives_other_tokens(live: Live) -> None:
+    live.good()
+    release = live.deploy(SEES_ALL)
+    with live.taken_back() as outcomes:
+        outcomes.append(live.promote(release))
+    assert "other tokens than recorded" in outcomes[0].text
 
-    # No secret is anywhere but where the host keeps it.
-    folder = pathlib.Path(live.host.root)
-    for path in folder.rglob("*"):
+
+def test_back_twice_and_stopped_on_purpose(live: Live) -> None:
+    if live.releases.promotions()["previous"] is None:
+        assert live.promote(None).done
+    good = live.good()
+    newest = live.deploy()
+    assert live.promote(newest).done
+    live.serves(newest)
+
+    assert live.back().done
+    live.serves(good)
+    assert live.back().done
+    live.serves(None)
+    assert live.releases.promotions()["previous"] is None, "what came after is what was fled from"
+
+    now = live.releases.promotions()["live"]
+    outcome = live.service.stop(now, command="kd stop", note=live.said.append)
+    assert (outcome.result, outcome.text) == ("off", "stock SGLang is stopped, on purpose")
+    assert live.service.manager.status().pid is None
+    assert live.releases.promotions()["stopped"] is not None
+
+
+def test_no_secret_is_anywhere_but_where_the_host_keeps_it(live: Live) -> None:
+    live.recorded()
+    for path in pathlib.Path(live.host.root).rglob("*"):
         if path.is_file() and path.name != "secrets.env":
             assert live.secret.encode() not in path.read_bytes(), path
     assert not any(live.secret in line for line in live.said)

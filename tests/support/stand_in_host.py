@@ -104,7 +104,14 @@ class StandInHost:
         return self.live.promote(target, self.checks, command="kd promote", note=self.said.append)
 
     def back(self, entry: dict[str, Any], what: str = "rollback") -> Outcome:
-        return self.live.again(what, entry, self.checks, command="kd", note=self.said.append)
+        seen = self.releases.promotions()["live"]
+        return self.live.again(
+            what, entry, self.checks, seen=seen, command="kd", note=self.said.append
+        )
+
+    def stop(self) -> Outcome:
+        live = self.releases.promotions()["live"]
+        return self.live.stop(live, command="kd stop", note=self.said.append)
 
     def serves(self) -> str | None:
         """The release that serves right now, and rightly."""
@@ -146,8 +153,13 @@ class StandInHost:
                 time.sleep(0.05)
 
 
-def interrupts(host: StandInHost, *lines: str) -> threading.Thread:
-    """Ctrl-C to this thread each time that the next of these begins a line that was said."""
+def interrupts(
+    host: StandInHost, *lines: str, number: signal.Signals = signal.SIGINT
+) -> threading.Thread:
+    """Ctrl-C to this thread each time that the next of these begins a line that was said.
+
+    number: another signal than that of Ctrl-C.
+    """
     main = threading.main_thread().ident
     assert main is not None
     seen = len(host.said)
@@ -158,7 +170,7 @@ def interrupts(host: StandInHost, *lines: str) -> threading.Thread:
             while not any(line.startswith(wanted) for line in host.said[place:]):
                 time.sleep(0.02)
             place = len(host.said)
-            signal.pthread_kill(main, signal.SIGINT)
+            signal.pthread_kill(main, number)
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()

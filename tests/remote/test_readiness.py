@@ -1,0 +1,176 @@
+"""Whether a host has what a promotion will need: each thing that may lack, and what is said."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+import socket
+import sys
+from typing import Any
+
+import pytest
+import ssh_server
+
+from remote import agent, managers, promoter, readiness
+
+GPUS = "0, 12.0, 5, 97887\n1, 12.0, 5, 97887\n"
+
+
+class Host:
+    """A host that lacks nothing, until a test takes something away."""
+
+    def __init__(self, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root = folder / "root"
+        self.model = folder / "model"
+        self.model.mkdir()
+        (self.model / "config.json").write_text('{"vocab_size": 97}')
+        self.root.mkdir()
+        self.secrets = self.root / "secrets.env"
+        self.secrets.write_text("HF_TOKEN=hush\n")
+        self.secrets.chmod(0o600)
+        self.programs = folder / "bin"
+        self.programs.mkdir()
+        self.program("nvidia-smi", f"printf '{GPUS}'")
+        monkeypatch.setenv("PATH", str(self.programs), prepend=":")
+        monkeypatch.setattr(agent, "installed", lambda names: {"sglang": "0.5.23"})
+        monkeypatch.setattr(readiness, "_fails", lambda line: False)
+        self.request: dict[str, Any] = {
+            "root": str(self.root),
+            "manager": {"kind": "supervisor", "unit": "sglang", "python": sys.executable},
+            "model": str(self.model),
+            "port": ssh_server.free_port(),
+            "tensor_parallel": 2,
+            "environment": ["HF_TOKEN"],
+            "cuda_arch": "sm_120",
+        }
+
+    def program(self, name: str, script: str) -> None:
+        path = self.programs / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+
+    def lacks(self) -> dict[str, str]:
+        return {one["what"]: one["said"] for one in readiness.look(self.request) if not one["ok"]}
+
+
+@pytest.fixture
+def host(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    return Host(tmp_path, monkeypatch)
+
+
+def test_what_is_there_is_said(host: Host) -> None:
+    before = sorted(host.root.rglob("*"))
+    found = readiness.look(host.request)
+    assert [one["what"] for one in found] == [
+        *("sglang", "manager", "model", "port", "disk", "secrets", "gpus")
+    ]
+    said = {one["what"]: one["said"] for one in found if one["ok"]}
+    assert said.pop("disk").endswith(" MB are free")
+    assert said == {
+        "sglang": "0.5.23",
+        "manager": "supervisor",
+        "model": str(host.model),
+        "port": f"{host.request['port']} is free",
+        "secrets": "HF_TOKEN",
+        "gpus": "2 of sm_120",
+    }
+    assert sorted(host.root.rglob("*")) == before, "nothing is written"
+
+
+def test_without_sglang(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "installed", lambda names: {"sglang": None})
+    assert host.lacks() == {"sglang": f"{sys.executable} has no SGLang"}
+
+
+def test_without_supervisor(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readiness, "_fails", lambda line: True)
+    assert "-m pip install supervisor" in host.lacks()["manager"]
+
+
+class TestSystemd:
+    @pytest.fixture(autouse=True)
+    def systemd(self, host: Host, tmp_path: pathlib.Path) -> None:
+        about = {"kind": "systemd", "units": str(tmp_path / "units")}
+        host.request["manager"].update(about)
+        (tmp_path / "units").mkdir()
+
+    @pytest.mark.skipif(pathlib.Path("/run/systemd/system").is_dir(), reason="systemd runs here")
+    def test_where_none_runs(self, host: Host) -> None:
+        assert "no systemd runs there" in host.lacks()["manager"]
+
+    def test_a_unit_of_somebody_else(
+        self, host: Host, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(readiness, "_SYSTEMD", tmp_path)
+        assert host.lacks() == {}
+        unit = tmp_path / "units" / "sglang.service"
+        unit.write_text("[Unit]\n")
+        assert "kd has not written it" in host.lacks()["manager"]
+        unit.write_text(f"{managers.WRITTEN_BY}\n")
+        assert host.lacks() == {}
+
+    def test_without_sudo(
+        self, host: Host, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(readiness, "_SYSTEMD", tmp_path)
+        monkeypatch.setattr(readiness, "_fails", lambda line: "install" in line)
+        monkeypatch.setattr("os.geteuid", lambda: 1000)
+        assert host.lacks() == {"manager": "`sudo -n install` is not allowed to this user"}
+
+
+def test_without_the_model(host: Host) -> None:
+    shutil.rmtree(host.model)
+    assert "has no config.json" in host.lacks()["model"]
+
+
+def test_a_port_that_somebody_else_has(host: Host) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", host.request["port"]))
+        other.listen()
+        assert "is held by something that kd does not manage" in host.lacks()["port"]
+
+
+def test_a_full_disk(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(host.root)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=5 << 20))
+    assert host.lacks() == {"disk": f"5 MB are free below {host.root}, 32 MB are needed"}
+
+
+def test_secrets_that_are_named_and_not_there(host: Host) -> None:
+    host.request["environment"] = ["HF_TOKEN", "KD_NOT_THERE"]
+    assert host.lacks()["secrets"].startswith("KD_NOT_THERE is named for the service, and not in ")
+    host.secrets.chmod(0o644)
+    assert "chmod 600" in host.lacks()["secrets"]
+    shutil.rmtree(host.root)  # before the first deployment
+    assert "HF_TOKEN, KD_NOT_THERE" in host.lacks()["secrets"]
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("printf '0, 12.0, 5, 97887\\n'", "2 of sm_120 are needed, and there is GPU 0: sm_120"),
+        ("printf '0, 9.0, 5, 9\\n1, 9.0, 5, 9\\n'", "there is GPU 0: sm_90, GPU 1: sm_90"),
+        ("printf ''", "there is no GPU"),
+        ("echo no driver; exit 9", "nvidia-smi fails: no driver"),
+        (
+            "printf '0, 12.0, 5, 97887\\n1, 12.0, 80000, 97887\\n'",
+            "memory is held, and no service of kd's runs: 80000 of 97887 MiB of GPU 1",
+        ),
+    ],
+)
+def test_gpus(host: Host, script: str, says: str) -> None:
+    host.program("nvidia-smi", script)
+    (what,) = host.lacks().items()
+    assert what[0] == "gpus"
+    assert says in what[1]
+
+
+def test_without_nvidia_smi(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "nvidia-smi is not on PATH" in host.lacks()["gpus"]
+    host.request["cuda_arch"] = None
+    assert host.lacks() == {}
+
+
+def test_as_much_room_as_a_promotion_asks_for() -> None:
+    assert promoter.FREE == 32 << 20
