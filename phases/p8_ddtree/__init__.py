@@ -34,7 +34,7 @@ PHASE = Phase(
             service.ddtree_token_exact,
             requires=(Requirement.SGLANG,),
             time_limit_s=2400.0,
-            data=_SERVER,
+            data=_GPU_SERVER,
             token_exact=True,
         ),
         Gate(
@@ -43,7 +43,7 @@ PHASE = Phase(
             service.ddtree_distribution,
             requires=(Requirement.SGLANG,),
             time_limit_s=2400.0,
-            data=_SERVER,
+            data=_GPU_SERVER,
             token_exact=True,
         ),
         Gate(

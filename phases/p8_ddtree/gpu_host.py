@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from phases.candidates import require_current_library
 from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
-from phases.p8_ddtree.service import models_of
+from phases.p8_ddtree.models import models_of
 from phases.service import Answer, Service, Tokens, incomplete, plain_text, serving
 from phases.service_graphs import ARGUMENTS, ENVIRONMENT, replays_in
 from phases.service_scale import GPU, Scale, Start
@@ -32,7 +32,7 @@ from phases.service_tokens import (
 )
 from phases.trained_models import TrainedModels, prompts
 
-__all__ = ["GPU_SIZES", "Sizes", "graph_tokens", "speed"]
+__all__ = ["GPU_SIZES", "Sizes", "eager_tokens", "graph_tokens", "speed", "tree_server"]
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _GRAPHS = (1, 2, 4, 8, 16)
@@ -76,6 +76,27 @@ _CHAIN = _Variant("chain", algorithm="DFLASH")
 _TRITON = _Variant("trees on triton", backend="triton")
 
 
+def eager_tokens(
+    ctx: Context,
+    *,
+    scale: Scale = GPU,
+    sizes: Sizes = GPU_SIZES,
+    start: Start = serving,
+    models: TrainedModels | None = None,
+) -> list[Figure]:
+    """As `graph_tokens` without graphs: no speculation, and trees of a fixed budget."""
+    eager = dataclasses.replace(scale, graphs=False)
+    return _tokens(ctx, (_PLAIN, _TREES), eager, sizes, start, models)
+
+
+@contextlib.contextmanager
+def tree_server(models: TrainedModels, log: pathlib.Path, start: Start) -> Iterator[Service]:
+    """Trees of a fixed budget on the kernel, eager."""
+    eager = dataclasses.replace(GPU, graphs=False)
+    with _server(models, _TREES, eager, log, start) as service:
+        yield service
+
+
 def graph_tokens(
     ctx: Context,
     *,
@@ -89,11 +110,23 @@ def graph_tokens(
     Five servers: no speculation; trees of a fixed and of an adaptive budget on the kernel; the
     chain of the same drafter, which is SGLang's own DFLASH; trees on Triton.
     """
+    chosen = (_PLAIN, _TREES, _ADAPTIVE, _CHAIN, _TRITON)
+    return _tokens(ctx, chosen, scale, sizes, start, models)
+
+
+def _tokens(
+    ctx: Context,
+    variants: Sequence[_Variant],
+    scale: Scale,
+    sizes: Sizes,
+    start: Start,
+    models: TrainedModels | None,
+) -> list[Figure]:
+    """Each server's tokens against those of the first, which does not speculate."""
     require_current_library(scale.device)
     models = models or models_of(ctx)
     figures: list[Figure] = []
     found: dict[_Variant, dict[Key, Answer]] = {}
-    variants = (_PLAIN, _TREES, _ADAPTIVE, _CHAIN, _TRITON)
     for number, variant in enumerate(variants):
         ctx.progress(number, len(variants), variant.name)
         log = ctx.scratch / f"{number}.log"

@@ -1,8 +1,8 @@
 """Phase 8: DDTREE in the real SGLang server, on a machine without a GPU.
 
-The models are trained (`phases.trained_models`), as random ones accept next to nothing. Everything
-is in float32, as in phase 3. A chain is a tree of one token a position, so the chain of the same
-drafter is served by the same algorithm.
+What a GPU host does of it is in `gpu_host`. The models are trained (`phases.trained_models`), as
+random ones accept next to nothing. Everything is in float32, as in phase 3. A chain is a tree of
+one token a position, so the chain of the same drafter is served by the same algorithm.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from phases.checkout import find_checkout
 from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
-from phases.p3_backend_wiring.checks import need_cpu_server
+from phases.p8_ddtree import gpu_host
+from phases.p8_ddtree.models import models_of
 from phases.service import Answer, Service, Tokens, failures_in, incomplete, serving
 from phases.service_scale import CPU, Start
-from phases.trained_models import TrainedModels, load_models, prompts, trained_models
+from phases.trained_models import TrainedModels, load_models, prompts
 
 __all__ = [
     "chi_square",
@@ -67,14 +67,17 @@ _OTHERS = _Variant("trees on triton, adaptive", backend="triton", adaptive=True)
 def ddtree_token_exact(
     ctx: Context, *, start: Start = serving, models: TrainedModels | None = None
 ) -> list[Figure]:
-    """Greedy tokens of DDTREE are those of stock plain decoding.
+    """On a GPU host its own part, `gpu_host.eager_tokens`; elsewhere, on the CPU:
+
+    Greedy tokens of DDTREE are those of stock plain decoding.
 
     Four servers: stock Triton without speculation; trees on the kernel, asked in a ragged batch, in
     requests sent at once, and with a mask of ones, which must show; the chain of the same drafter;
     and trees on SGLang's Triton backend, whose masks have their prefix, with an adaptive budget.
     The tree must accept more tokens a verification than the chain.
     """
-    need_cpu_server()
+    if torch.cuda.is_available():
+        return gpu_host.eager_tokens(ctx, start=start, models=models)
     models = models or models_of(ctx)
     asked = [tuple(prompts(ctx.seed, 1, length, series=length)[0].tolist()) for length in _PROMPTS]
     with _server(ctx, models, _STOCK, start) as (service, _):
@@ -136,14 +139,14 @@ def ddtree_distribution(
 
     Many answers to one prompt, at temperature 1. The first token comes from the prefill, the others
     from trees. The probability of each answer is computed from the target's weights in plain torch;
-    outcomes that are expected less than 8 times are counted as one.
+    outcomes that are expected less than 8 times are counted as one. On a GPU host the server is in
+    bf16, which moves probabilities by far less than this many answers could tell.
     """
-    need_cpu_server()
     models = models or models_of(ctx)
     prompt = tuple(prompts(ctx.seed, 1, series=7)[0].tolist())
     drawn: collections.Counter[Tokens] = collections.Counter()
     verified = produced = 0
-    with _server(ctx, models, _TREES, start) as (service, folder):
+    with _sampling_server(ctx, models, start) as (service, folder):
         for number in range(0, _DRAWN, _AT_ONCE):
             ctx.progress(number, _DRAWN, "answers")
             answers = service.answers([prompt] * _AT_ONCE, _SAMPLED, temperature=_TEMPERATURE)
@@ -153,8 +156,14 @@ def ddtree_distribution(
             verified += sum(one.verified for one in answers)
             produced += sum(len(one.tokens) - 1 for one in answers)
         counts = _observed(folder)
-    if not counts.get("accepted") or not counts.get("moved"):
-        raise GateFailure(FailureKind.TOKEN_MISMATCH, "no drafted token was accepted and moved")
+    gained = produced / verified if verified else 0.0
+    on_cpu = not torch.cuda.is_available()  # where the server counts what it moves
+    if gained <= 1 or (on_cpu and not counts.get("moved")):
+        raise GateFailure(
+            FailureKind.TOKEN_MISMATCH,
+            f"{gained:.2f} tokens a verification and {counts.get('moved', 0)} moved rows: no tree "
+            "was tried",
+        )
     probabilities = _likely_answers(models, prompt, _RARE / _DRAWN)
     value, freedom = chi_square(drawn, probabilities, _RARE)
     limit = chi_square_limit(freedom, _SURPRISE)
@@ -163,7 +172,7 @@ def ddtree_distribution(
         Figure("chi-square", value, Unit.RATIO),
         Figure("degrees of freedom", freedom, Unit.COUNT),
         Figure("chi-square that a right server exceeds once in 10,000", limit, Unit.RATIO),
-        Figure("tokens a verification", produced / verified, Unit.RATIO),
+        Figure("tokens a verification", gained, Unit.RATIO),
     ]
     if freedom < 3:
         raise GateFailure(
@@ -233,11 +242,17 @@ def _likely_answers(models: TrainedModels, prompt: Tokens, least: float) -> dict
     return found
 
 
-def models_of(ctx: Context) -> TrainedModels:
-    """Trained once: they lie where KD_TRAINED_MODELS says, else with the checkout's state."""
-    said = os.environ.get("KD_TRAINED_MODELS")
-    folder = pathlib.Path(said).resolve() if said else find_checkout().state / "trained"
-    return trained_models(folder, seed=ctx.seed, progress=ctx.progress)
+@contextlib.contextmanager
+def _sampling_server(
+    ctx: Context, models: TrainedModels, start: Start
+) -> Iterator[tuple[Service, pathlib.Path]]:
+    if not torch.cuda.is_available():
+        with _server(ctx, models, _TREES, start) as found:
+            yield found
+        return
+    log = ctx.scratch / "sampled.log"
+    with gpu_host.tree_server(models, log, start) as service:
+        yield service, ctx.scratch
 
 
 @contextlib.contextmanager
