@@ -91,7 +91,7 @@ def test_every_exit_code_is_in_readme_and_in_the_help(readme: str) -> None:
 def test_readme_says_how_to_run_the_tests_and_ci_does_the_same(
     root: pathlib.Path, readme: str
 ) -> None:
-    tests = "pytest -n 4 --dist loadgroup"
+    tests = "pytest -n 3 --dist loadgroup"
     assert f"pip install -e '.[dev]' -e ./kdtree-engine && {tests}" in readme
     ci = (root / ".ci/run").read_text()
     assert "-e '.[dev]' -e ./kdtree-engine" in ci

@@ -759,7 +759,7 @@ def test_a_record_that_is_of_no_use_is_made_anew(
     assert kd("record").exit_code == 0
     assert kd("promote", "stock").exit_code == 0
     (host.root / "tokens.json").write_text("no JSON")
-    assert "kd record writes it anew" in str(kd("promote", "stock").exception)
+    assert "kd record writes it anew" in str(kd("restart").exception)
     assert kd("record").exit_code == 0
     host.is_well(None)
 

@@ -33,7 +33,7 @@ SCALE = dataclasses.replace(
 )
 """A GPU host for servers that are not there: nothing is long, no model is written, and there is no
 kernel library to be held against its sources."""
-FAST = {"kdtree_mla-trees": 0.0001, "triton": 0.002, "triton-trees": 0.004}
+FAST = {"kdtree_mla-trees": 0.0002, "triton": 0.004, "triton-trees": 0.008}
 """Seconds of a token, so that the kernel is the fastest and trees on Triton are the slowest."""
 LINE = "kdtree_mla: SGLang 0.5.23; fake; verify: kernel; decode: triton\n"
 
