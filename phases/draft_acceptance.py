@@ -15,9 +15,15 @@ import torch
 
 from kdtree_engine.ops import accept_trees, build_draft_trees
 from phases.tiny_networks import Drafter, Target
-from phases.trained_models import Continuations, draft_logits
+from phases.trained_models import (
+    Continuations,
+    TrainedModels,
+    continuations,
+    draft_logits,
+    load_models,
+)
 
-__all__ = ["Accepted", "accepted"]
+__all__ = ["Accepted", "accepted", "rounds"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +83,34 @@ def accepted(
         chain=_mean_step(chains),
         trees=trees,
     )
+
+
+@torch.no_grad()
+def rounds(
+    models: TrainedModels, prompts: Sequence[Sequence[int]], shape: tuple[int, int], new_tokens: int
+) -> list[int]:
+    """Verifications of each prompt's greedy answer of `new_tokens` tokens, the first of them free.
+
+    shape: nodes of a tree below its root, and tokens of a position. Each round drafts behind what
+    the one before committed, from the features of all that is committed.
+    """
+    target, drafter = load_models(models)
+    block = drafter.config.block
+    found = []
+    for prompt in prompts:
+        length = len(prompt) + new_tokens + block
+        said = continuations(target, drafter, torch.tensor([list(prompt)]), length)
+        place, count = len(prompt), 0  # of the last token that is known and not in the cache
+        while place - len(prompt) + 1 < new_tokens:
+            anchor = torch.tensor([[place]])
+            logits = draft_logits(target, drafter, said.features, anchor, said.tokens[:, [place]])
+            made = build_draft_trees(logits[0], *shape, from_logits=True)
+            ahead = said.tokens[0, place + 1 : place + 1 + block]
+            paths = accept_trees(made, target_tokens=ahead[made.depths])
+            place += int(paths.counts[0])
+            count += 1
+        found.append(count)
+    return found
 
 
 def _mean_step(lengths: torch.Tensor) -> float:

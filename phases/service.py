@@ -116,11 +116,11 @@ class Service:
         likely: int = 0,
         names: Sequence[str] | None = None,
         limit_s: float | None = None,
-        temperature: float = 0.0,
+        sampling: Mapping[str, float] | None = None,
     ) -> list[Answer]:
         """As `generate`, with more said of each answer.
 
-        temperature: what tokens are drawn at; 0: the likeliest is taken.
+        sampling: how tokens are drawn, in SGLang's words; None: the likeliest is taken.
         likely: how many of the most likely tokens are told of each step. names: a request id for
         each prompt, to abort it by. limit_s: seconds after which this side hangs up, which the
         server takes for an abort.
@@ -130,7 +130,7 @@ class Service:
         body: dict[str, Any] = {
             "input_ids": [list(prompt) for prompt in prompts],
             "sampling_params": {
-                "temperature": temperature,
+                **(sampling or {"temperature": 0.0}),
                 "max_new_tokens": new_tokens,
                 "ignore_eos": True,
             },

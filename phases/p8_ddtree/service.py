@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from phases.draft_acceptance import rounds
 from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
 from phases.p8_ddtree import gpu_host
 from phases.p8_ddtree.models import models_of
@@ -37,10 +38,14 @@ _PROMPTS = (24, 17, 31, 40)
 _NEW_TOKENS = 48
 _BUDGET, _TOP_K = 16, 8
 _SPOILED_TOKENS = 24
-_SAMPLED, _DRAWN = 4, 384
+_SAMPLED, _DRAWN = 4, 512
 """Tokens of a sampled answer, and answers."""
 _AT_ONCE = 16
-_TEMPERATURE = 1.0
+_TEMPERATURE, _TOP_P = 0.6, 0.9
+"""Far from 1, so that a worker that overlooks them has another distribution."""
+_CONTEXT = 144
+"""Of the servers: some answers end at it, where what is reserved for a request reaches beyond."""
+_NEAR_END = (_CONTEXT - 1 - _NEW_TOKENS, 40, 30)
 _RARE = 8.0
 """Expected answers of an outcome, below which outcomes are counted together."""
 _SURPRISE = 1e-4
@@ -57,6 +62,12 @@ class _Variant:
     top_k: int = _TOP_K
     adaptive: bool = False
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Nodes and tokens of a position of its trees."""
+        assert self.budget is not None
+        return self.budget, self.top_k
+
 
 _STOCK = _Variant("stock", backend="triton", budget=None)
 _TREES = _Variant("trees")
@@ -72,16 +83,22 @@ def ddtree_token_exact(
     Greedy tokens of DDTREE are those of stock plain decoding.
 
     Four servers: stock Triton without speculation; trees on the kernel, asked in a ragged batch, in
-    requests sent at once, and with a mask of ones, which must show; the chain of the same drafter;
-    and trees on SGLang's Triton backend, whose masks have their prefix, with an adaptive budget.
-    The tree must accept more tokens a verification than the chain.
+    requests sent at once, to the end of the context, and with a mask of ones, which must show; the
+    chain of the same drafter; and trees on SGLang's Triton backend, whose masks have their prefix,
+    with an adaptive budget. The tree must accept more tokens a verification than the chain, and
+    both as many as the drafter's weights say that they should: a drafter that is fed wrongly
+    changes no token and shows there alone.
     """
     if torch.cuda.is_available():
         return gpu_host.eager_tokens(ctx, start=start, models=models)
     models = models or models_of(ctx)
-    asked = [tuple(prompts(ctx.seed, 1, length, series=length)[0].tolist()) for length in _PROMPTS]
+    asked, near_end = (
+        [tuple(prompts(ctx.seed, 1, length, series=length)[0].tolist()) for length in lengths]
+        for lengths in (_PROMPTS, _NEAR_END)
+    )
     with _server(ctx, models, _STOCK, start) as (service, _):
         stock = service.generate(asked, _NEW_TOKENS)
+        ends = service.generate(near_end, _NEW_TOKENS)
     found: dict[_Variant, list[Answer]] = {}
     counts: Mapping[str, int] = {}
     different = 0
@@ -93,6 +110,12 @@ def ddtree_token_exact(
             if problem := incomplete(answers, _NEW_TOKENS):
                 raise GateFailure(FailureKind.TOKEN_MISMATCH, f"{variant.name}: {problem}")
             _same(variant.name, [one.tokens for one in answers], stock)
+            to_the_end = f"{variant.name}, to the end of the context"
+            for _ in range(2):  # what was written beside a row may show in the next batch alone
+                _same(to_the_end, service.generate(near_end, _NEW_TOKENS), ends)
+            if not variant.adaptive:
+                expected = rounds(models, asked, variant.shape, _NEW_TOKENS)
+                _as_drafted(variant.name, [one.verified for one in answers], expected)
             if variant == _TREES:
                 _same("requests sent at once", together, stock)
                 counts = _observed(folder)
@@ -137,10 +160,11 @@ def ddtree_distribution(
 ) -> list[Figure]:
     """Answers that are sampled through trees have the distribution of the target.
 
-    Many answers to one prompt, at temperature 1. The first token comes from the prefill, the others
-    from trees. The probability of each answer is computed from the target's weights in plain torch;
-    outcomes that are expected less than 8 times are counted as one. On a GPU host the server is in
-    bf16, which moves probabilities by far less than this many answers could tell.
+    Many answers to one prompt, at a temperature and with a top-p. The first token comes from the
+    prefill, the others from trees. The probability of each answer is computed from the target's
+    weights in plain torch; outcomes that are expected less than 8 times are counted as one. On a
+    GPU host the server is in bf16, which moves probabilities by far less than this many answers
+    could tell.
     """
     models = models or models_of(ctx)
     prompt = tuple(prompts(ctx.seed, 1, series=7)[0].tolist())
@@ -149,7 +173,11 @@ def ddtree_distribution(
     with _sampling_server(ctx, models, start) as (service, folder):
         for number in range(0, _DRAWN, _AT_ONCE):
             ctx.progress(number, _DRAWN, "answers")
-            answers = service.answers([prompt] * _AT_ONCE, _SAMPLED, temperature=_TEMPERATURE)
+            answers = service.answers(
+                [prompt] * _AT_ONCE,
+                _SAMPLED,
+                sampling={"temperature": _TEMPERATURE, "top_p": _TOP_P},
+            )
             if problem := incomplete(answers, _SAMPLED):
                 raise GateFailure(FailureKind.TOKEN_MISMATCH, f"sampled: {problem}")
             drawn.update(one.tokens for one in answers)
@@ -236,10 +264,22 @@ def _likely_answers(models: TrainedModels, prompt: Tokens, least: float) -> dict
         found = {
             (*answer, token): before * chance
             for (answer, before), chances in zip(begun, next_token, strict=True)
-            for token, chance in enumerate(chances)
+            for token, chance in _kept(chances).items()
             if before * chance >= least
         }
     return found
+
+
+def _kept(chances: Sequence[float]) -> dict[int, float]:
+    """What top-p leaves: the likeliest tokens that have at most so much before them."""
+    kept: dict[int, float] = {}
+    before = 0.0
+    for token in sorted(range(len(chances)), key=lambda one: -chances[one]):
+        if before > _TOP_P:
+            break
+        kept[token] = chances[token]
+        before += chances[token]
+    return {token: chance / before for token, chance in kept.items()}
 
 
 @contextlib.contextmanager
@@ -265,7 +305,7 @@ def _server(
     log = folder / "log"
     arguments = ["--model-path", str(models.target), "--skip-tokenizer-init", *CPU.arguments]
     arguments += ["--disable-cuda-graph", "--attention-backend", variant.backend]
-    arguments += ["--max-running-requests", str(_AT_ONCE)]
+    arguments += ["--max-running-requests", str(_AT_ONCE), "--context-length", str(_CONTEXT)]
     if variant.budget is not None:
         arguments += ["--speculative-algorithm", "DDTREE"]
         arguments += ["--speculative-draft-model-path", str(models.drafter)]
@@ -303,6 +343,20 @@ def _same(what: str, found: Sequence[Tokens], expected: Sequence[Tokens]) -> Non
                 f"{what}: answer {number} differs from stock plain decoding at token {step}: "
                 f"{got[step or 0 : (step or 0) + 3]}",
             )
+
+
+def _as_drafted(what: str, found: Sequence[int], expected: Sequence[int]) -> None:
+    """Raises GateFailure where verifications are not those of the drafter's weights.
+
+    One more or less of an answer may be a near-tie of the drafter, which rounds otherwise.
+    """
+    apart = [abs(one - other) for one, other in zip(found, expected, strict=True)]
+    if max(apart) > 1 or sum(apart) > 2:
+        raise GateFailure(
+            FailureKind.NUMERICAL,
+            f"{what}: answers took {list(found)} verifications, and {list(expected)} by the "
+            "drafter's weights: it does not draft what it was trained to",
+        )
 
 
 def _accept_length(answers: Sequence[Answer]) -> float:

@@ -60,7 +60,11 @@ class FakeServer:
                 tokens[-1] += "mask is ignored" not in faults
             elif trees and (("chain" in faults and chain) or (late and "at once" in faults)):
                 tokens[-1] += 1
+            elif trees and "short rows" in faults and len(prompt) == 40 and not late:
+                tokens[-1] += near_end.count(prompt) > 0
             return tuple(tokens)
+
+        near_end: list[Tokens] = []
 
         def sampled() -> Tokens:
             if "greedy" in faults:
@@ -76,26 +80,40 @@ class FakeServer:
 
         class Answers:
             def generate(self, prompts: Sequence[Tokens], count: int) -> list[Tokens]:
+                near_end[:] = prompts if len(prompts) == 3 else ()
                 return [one(prompt, count) for prompt in prompts]
 
             def generate_at_once(self, prompts: Sequence[Tokens], count: int) -> list[Tokens]:
                 return [one(prompt, count, late=True) for prompt in prompts]
 
             def answers(
-                self, prompts: Sequence[Tokens], count: int, *, temperature: float = 0.0
+                self,
+                prompts: Sequence[Tokens],
+                count: int,
+                *,
+                sampling: Mapping[str, float] | None = None,
             ) -> list[Answer]:
                 rounds = (count - 1) // (3 if chain or "no gain" in faults else 5) + 1
-                if temperature:
+                if sampling is not None:
+                    assert sampling == {"temperature": 0.6, "top_p": 0.9}
                     return [Answer(sampled(), verified=2) for _ in prompts]
                 return [Answer(one(prompt, count), verified=rounds) for prompt in prompts]
 
         yield Answers()
 
 
+def drafted(
+    models: TrainedModels, asked: Sequence[Tokens], shape: tuple[int, int], new_tokens: int
+) -> list[int]:
+    """What the drafter's weights say: 3 tokens a verification of a chain, 5 of a tree."""
+    return [(new_tokens - 1) // (3 if shape == (7, 1) else 5) + 1 for _ in asked]
+
+
 @pytest.fixture
 def ctx(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Context:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(service, "_likely_answers", lambda *_: CHANCES)
+    monkeypatch.setattr(service, "rounds", drafted)
     return Context(seed=1, scratch=tmp_path)
 
 
@@ -144,7 +162,8 @@ def test_equal_tokens_pass_and_the_tree_is_held_against_its_chain(ctx: Context) 
         ("mask is ignored", FailureKind.TOKEN_MISMATCH, "a mask of ones changes no token"),
         ("no branching", FailureKind.TOKEN_MISMATCH, "nothing was counted of 'branching'"),
         ("no moved", FailureKind.TOKEN_MISMATCH, "nothing was counted of 'moved'"),
-        ("no gain", FailureKind.NUMERICAL, "expected more of the tree"),
+        ("no gain", FailureKind.NUMERICAL, "it does not draft what it was trained to"),
+        ("short rows", FailureKind.TOKEN_MISMATCH, "trees, to the end of the context: answer 1"),
         ("hooks", FailureKind.LAUNCH, "trees: its log says: Failed to apply hooks"),
     ],
 )
@@ -157,7 +176,7 @@ def test_what_is_wrong_fails(ctx: Context, fault: str, kind: FailureKind, says: 
 def test_answers_with_the_targets_distribution_pass(ctx: Context) -> None:
     figures = service.ddtree_distribution(ctx, start=FakeServer(), models=MODELS)
     found = {figure.name: figure.value for figure in figures}
-    assert found["answers"] == 384
+    assert found["answers"] == 512
     assert found["degrees of freedom"] == 4
     assert found["chi-square"] < found["chi-square that a right server exceeds once in 10,000"]
 
@@ -253,3 +272,21 @@ def test_every_pass_must_come_from_a_graph(log: str, says: str | None) -> None:
         return
     with pytest.raises(GateFailure, match=says):
         gpu_host._all_in_graphs(gpu_host._TREES, log, 3)
+
+
+def test_top_p_keeps_the_likeliest_that_have_little_before_them() -> None:
+    kept = service._kept([0.05, 0.5, 0.42, 0.03])
+    assert kept == pytest.approx({1: 0.5 / 0.92, 2: 0.42 / 0.92})
+
+
+@pytest.mark.parametrize(
+    ("found", "right"),
+    [([8, 13], True), ([9, 12], True), ([10, 13], False), ([9, 14, 12], False)],
+)
+def test_verifications_are_those_of_the_drafters_weights(found: list[int], right: bool) -> None:
+    expected = [8, 13, 11][: len(found)]
+    if right:
+        service._as_drafted("trees", found, expected)
+        return
+    with pytest.raises(GateFailure, match=r"trees: answers took .* by the drafter's weights"):
+        service._as_drafted("trees", found, expected)

@@ -27,4 +27,4 @@ def test_greedy_tokens_are_those_of_stock_decoding(ctx: Context) -> None:
 
 def test_sampled_tokens_have_the_targets_distribution(ctx: Context) -> None:
     found = {figure.name: figure.value for figure in service.ddtree_distribution(ctx)}
-    assert found["answers"] == 384
+    assert found["answers"] == 512

@@ -12,7 +12,9 @@ wins; with many requests each node costs, and the choice falls towards the chain
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import statistics
 from collections.abc import Sequence
 
 import torch
@@ -21,10 +23,14 @@ __all__ = ["RoundCosts", "WidthChooser", "candidate_widths", "expected_tokens"]
 
 _SETTLED = 3
 """Rounds of a width that are timed before its time is believed; the first may have compiled."""
+_KEPT = 5
+"""Times of a width, of which the middle one counts: a round that was held up says nothing."""
 _WEIGHT = 0.2
-"""Of a new time or gain against those before."""
+"""Of new expected tokens against those before."""
 _PROBE_EVERY = 256
 """Rounds of a batch size after which another width is timed again: contexts grow."""
+_PROBES = 3
+"""Rounds of it in a row, more than half of the times that are kept."""
 
 
 def candidate_widths(block: int, nodes: int) -> tuple[int, ...]:
@@ -46,7 +52,8 @@ def expected_tokens(log_weights: torch.Tensor, widths: Sequence[int]) -> torch.T
     bonus, which a round gains in any case. Reads nothing back from a GPU.
     """
     gained = log_weights.exp().cumsum(-1).mean(0)
-    return gained[[width - 1 for width in widths]]
+    # One by one: a list as an index would be copied to the GPU, and waited for.
+    return torch.stack([gained[width - 1] for width in widths])
 
 
 @dataclasses.dataclass
@@ -60,22 +67,28 @@ class RoundCosts:
     widths: tuple[int, ...]
     table: dict[int, list[tuple[int, float]]] = dataclasses.field(default_factory=dict)
     """For each size: rounds and seconds of each width."""
-    _new: dict[int, list[tuple[int, float]]] = dataclasses.field(default_factory=dict)
+    _new: dict[int, list[list[float]]] = dataclasses.field(default_factory=dict)
+    _rounds: collections.Counter[tuple[int, int]] = dataclasses.field(
+        default_factory=collections.Counter
+    )
 
     def measured(self, width: int, batch: int, seconds: float) -> None:
         """A round of `batch` requests took so long."""
         size, place = _size(batch), self.widths.index(width)
-        known = self._new.setdefault(size, [(0, 0.0)] * len(self.widths))
-        rounds, mean = known[place]
-        if rounds < _SETTLED:
-            mean = seconds if rounds == 0 else min(mean, seconds)
-        else:
-            mean += _WEIGHT * (seconds - mean)
-        known[place] = rounds + 1, mean
+        kept = self._new.setdefault(size, [[] for _ in self.widths])[place]
+        kept.append(seconds)
+        del kept[:-_KEPT]
+        self._rounds[size, place] += 1
 
     def told(self) -> dict[int, list[tuple[int, float]]]:
         """What was measured here, to be handed to all ranks."""
-        return {size: list(known) for size, known in self._new.items()}
+        return {
+            size: [
+                (self._rounds[size, place], statistics.median_low(kept) if kept else 0.0)
+                for place, kept in enumerate(known)
+            ]
+            for size, known in self._new.items()
+        }
 
     def take_over(self, table: dict[int, list[tuple[int, float]]]) -> None:
         """Go by this table from now on."""
@@ -111,7 +124,7 @@ class WidthChooser:
         """The width of the next round of so many requests.
 
         Widths whose time is not known are tried in turn. Then the one with the most expected
-        tokens a second is taken, but for one round in 256, which times another again.
+        tokens a second is taken, but for 3 rounds in 256, which time another again.
         """
         size = _size(batch)
         number = self._rounds[size] = self._rounds.get(size, -1) + 1
@@ -119,7 +132,7 @@ class WidthChooser:
         untried = [place for place, (rounds, _) in enumerate(known) if rounds < _SETTLED]
         if untried:
             place = untried[number % len(untried)]
-        elif number % _PROBE_EVERY == _PROBE_EVERY - 1:
+        elif number % _PROBE_EVERY >= _PROBE_EVERY - _PROBES:
             place = number // _PROBE_EVERY % len(self.widths)
         else:
             place = self._best(known)

@@ -43,7 +43,7 @@ __all__ = [
     "missing_names",
     "qlen_mask",
     "read_prompt_ends",
-    "refuse_sampling_masks",
+    "refuse_requests",
     "register_backend",
     "renames_slots",
     "require_ddtree",
@@ -53,6 +53,7 @@ __all__ = [
     "sglang_version",
     "step_result",
     "use_qlen_masks",
+    "widen_request_rows",
     "write_location",
 ]
 
@@ -286,6 +287,12 @@ def attention_backends(version: str, runner: Any) -> tuple[str, str]:
     return prefill, decode
 
 
+_NEUTRAL = {
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+}
 _DFLASH = "sglang.srt.speculative"
 _DDTREE_NAMES = (
     f"{_DFLASH}.spec_info:SpeculativeAlgorithm.register",
@@ -304,6 +311,7 @@ _DDTREE_NAMES = (
     "sglang.srt.configs.hybrid_arch:mambaish_config",
     "sglang.srt.managers.overlap_utils:FutureMap",
     "sglang.srt.managers.utils:GenerationBatchResult",
+    "sglang.srt.mem_cache.kv_cache_configurator:get_req_to_token_extra_context_len",
     "sglang.srt.model_executor.forward_batch_info:ForwardBatch",
 )
 _DDTREE_NAMES_OF = {
@@ -376,16 +384,48 @@ def capture_blocks(*, masks: bool) -> None:
     utils.resolve_dflash_verify_mask_policy = decided
 
 
-def refuse_sampling_masks(algorithm: str) -> None:
-    """Have this process's scheduler refuse requests that want the mask which they sample under.
+def refuse_requests(algorithm: str) -> None:
+    """Have this process's scheduler refuse requests that the algorithm cannot serve, with a reason.
 
-    SGLang 0.5.23 takes such requests for every algorithm of DFLASH's kind; 0.5.17 has none.
+    It asks `validate_dflash_request` of every algorithm of DFLASH's kind. Penalties and a least
+    number of tokens depend on what a request has said so far, which SGLang does not keep up for
+    these algorithms: DFLASH serves such requests without them. 0.5.23 would also take requests
+    for the mask that a token was sampled under.
     """
     scheduler: Any = sys.modules.get("sglang.srt.managers.scheduler")
+    if scheduler is None:
+        return
+    stock = scheduler.validate_dflash_request
+
+    def refused(request: Any, enable_overlap: bool) -> str | None:
+        asked = request.sampling_params
+        for name, neutral in _NEUTRAL.items():
+            value = getattr(asked, name, neutral)
+            if value is not None and value != neutral:
+                return f"{algorithm}: {name} is not supported, expected {neutral:g}, got {value:g}"
+        found: str | None = stock(request, enable_overlap)
+        return found
+
+    scheduler.validate_dflash_request = refused
     if hasattr(scheduler, "validate_spec_sampling_mask_request"):
         scheduler.validate_spec_sampling_mask_request = lambda *_: (
-            f"return_sampling_mask is not supported with {algorithm}."
+            f"{algorithm}: return_sampling_mask is not supported"
         )
+
+
+def widen_request_rows(columns: int) -> None:
+    """Give each request's row of slots, in pools made from now on, `columns` beyond the context.
+
+    SGLang reserves two windows of draft tokens for a request and gives its row room for one and
+    four tokens. Near the end of the context the rest is written into the next request's row.
+    """
+    pools: Any = importlib.import_module("sglang.srt.mem_cache.kv_cache_configurator")
+    stock = pools.get_req_to_token_extra_context_len
+
+    def wide(*arguments: Any) -> int:
+        return max(int(stock(*arguments)), columns)
+
+    pools.get_req_to_token_extra_context_len = wide
 
 
 def reserved(version: str, draft_input: Any) -> tuple[Any, int]:

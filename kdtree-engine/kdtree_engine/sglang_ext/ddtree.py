@@ -140,13 +140,29 @@ def _fill_in(arguments: Any) -> None:
         )
     if arguments.pp_size != 1:
         raise ConfigError(f"DDTREE: pipeline parallelism of {arguments.pp_size}, expected none")
+    if arguments.disaggregation_mode != "null":
+        raise ConfigError(
+            f"DDTREE: --disaggregation-mode {arguments.disaggregation_mode}, expected none"
+        )
     if arguments.speculative_draft_window_size is not None:
         raise ConfigError(
             "DDTREE: --speculative-draft-window-size is not supported", remedy="leave it out"
         )
     settings, _ = read_settings(os.environ)
+    trained, block = _block_of(arguments), arguments.speculative_dflash_block_size
+    if block is None and trained is None:
+        raise ConfigError(
+            f"DDTREE: {arguments.speculative_draft_model_path} says no block_size, as a DFlash "
+            "drafter does",
+            remedy="name a DFlash drafter, or say how many positions it drafts, and one, with "
+            "--speculative-dflash-block-size",
+        )
+    if block not in (None, trained):
+        _log.warning(
+            "DDTREE: blocks of %s positions, and the drafter was trained with %s", block, trained
+        )
     shape = tree_shape(
-        block=arguments.speculative_dflash_block_size or _block_of(arguments),
+        block=int(trained if block is None else block),  # type: ignore[arg-type]
         budget=settings.ddtree_budget,
         num_draft_tokens=arguments.speculative_num_draft_tokens,
         top_k=settings.ddtree_top_k,
@@ -163,25 +179,27 @@ def _fill_in(arguments: Any) -> None:
         _log.info("DDTREE: --max-running-requests is %d, as nothing was said", _REQUESTS)
 
 
-def _block_of(arguments: Any) -> int:
-    """The block that the drafter was trained with, as its configuration says."""
+def _block_of(arguments: Any) -> int | None:
+    """The block that the drafter was trained with, as its configuration says; None: it does not."""
     from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
     from sglang.srt.utils.hf_transformers_utils import get_config
 
     path = arguments.speculative_draft_model_path
-    config = get_config(
-        path,
-        trust_remote_code=arguments.trust_remote_code,
-        revision=arguments.speculative_draft_model_revision,
-        model_override_args=json.loads(arguments.json_model_override_args),
-    )
-    block = parse_dflash_draft_config(draft_hf_config=config).resolve_block_size(default=None)
-    if block is None:
-        raise ConfigError(
-            f"DDTREE: {path} has no block_size in its config.json",
-            remedy="--speculative-dflash-block-size says how many positions it drafts, and one",
+    try:
+        config = get_config(
+            path,
+            trust_remote_code=arguments.trust_remote_code,
+            revision=arguments.speculative_draft_model_revision,
+            model_override_args=json.loads(arguments.json_model_override_args),
         )
-    return int(block)
+        block = parse_dflash_draft_config(draft_hf_config=config).resolve_block_size(default=None)
+    except Exception as error:  # of transformers, of a hub, of a file: all the same to the user
+        said = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"DDTREE: the drafter {path} cannot be read: {said}",
+            remedy="--speculative-draft-model-path names a folder or a repository of one",
+        ) from error
+    return None if block is None else int(block)
 
 
 def stop(error: KdError) -> NoReturn:

@@ -13,12 +13,24 @@ import torch
 from kdtree_engine.arguments import MAX_NODES
 from kdtree_engine.errors import ConfigError
 from kdtree_engine.ops import AcceptedPaths, DraftTrees
+from kdtree_engine.ops.acceptance import sample_tokens
 from kdtree_engine.ops.draft_trees import MAX_DEPTH
+from kdtree_engine.ops.target_probs import target_probs
 from kdtree_engine.reference.masks import MaskLayout
 
-__all__ = ["TreeShape", "best_of_all", "full_mask", "gained_tokens", "path_rows", "tree_shape"]
+__all__ = [
+    "TreeShape",
+    "best_of_all",
+    "full_mask",
+    "gained_tokens",
+    "path_rows",
+    "sampled_tokens",
+    "tree_shape",
+]
 
 _DEFAULT_BUDGET = 32
+_VALUES_AT_ONCE = 1 << 25
+"""128 MB of float32; what sorts them takes some times as much."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +118,31 @@ def full_mask(trees: DraftTrees, reserved: int) -> torch.Tensor:
     rows = starts[:, None] + step * widths[:, None] + trees.prefix_lengths[:, None]
     full[(rows[..., None] + step).flatten()] = trees.draft_mask
     return full
+
+
+def sampled_tokens(logits: torch.Tensor, sampling: Any, most: int | None) -> torch.Tensor:
+    """A token behind each node, drawn as its request asks for; int64 [B, N].
+
+    logits: [B, N, V]. sampling: SGLang's SamplingBatchInfo. most: the largest top-k of the batch.
+    Some requests at a time, as the distributions of all would take gigabytes.
+    """
+    requests, nodes, columns = logits.shape
+    draws = torch.rand((requests, nodes), device=logits.device)
+    at_once = max(1, _VALUES_AT_ONCE // (nodes * columns))
+    found = []
+    for first in range(0, requests, at_once):
+        some = slice(first, first + at_once)
+        probs = target_probs(
+            logits[some],
+            sampling.temperatures.flatten()[some],
+            top_ks=sampling.top_ks[some] if sampling.need_top_k_sampling else None,
+            top_ps=sampling.top_ps[some] if sampling.need_top_p_sampling else None,
+            min_ps=sampling.min_ps[some] if sampling.need_min_p_sampling else None,
+            most=most,
+        )
+        drawn = sample_tokens(probs.flatten(0, 1), draws[some].flatten())
+        found.append(drawn.view(-1, nodes))
+    return torch.cat(found)
 
 
 def path_rows(paths: AcceptedPaths, nodes: int) -> torch.Tensor:

@@ -47,6 +47,11 @@ class Widths:
         self._began: Any = None
         self._runners: dict[int, tuple[Any, Any]] = {}
 
+    @property
+    def adaptive(self) -> bool:
+        """Whether rounds differ in width."""
+        return self._chooser is not None
+
     def described(self) -> str:
         """For the log."""
         if self._chooser is None:

@@ -33,9 +33,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 
 from kdtree_engine.errors import ConfigError
 from kdtree_engine.ops import AcceptedPaths, DraftTrees, accept_trees, build_draft_trees, compact_kv
-from kdtree_engine.ops.acceptance import sample_tokens
 from kdtree_engine.ops.compaction import MAX_LAYERS
-from kdtree_engine.ops.target_probs import target_probs
 from kdtree_engine.sglang_ext import compat
 from kdtree_engine.sglang_ext.ddtree import block_size, stop
 from kdtree_engine.sglang_ext.ddtree_round import (
@@ -44,6 +42,7 @@ from kdtree_engine.sglang_ext.ddtree_round import (
     full_mask,
     gained_tokens,
     path_rows,
+    sampled_tokens,
 )
 from kdtree_engine.sglang_ext.ddtree_widths import Widths
 from kdtree_engine.sglang_ext.settings import read_settings
@@ -68,7 +67,9 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang is untyped h
         with _no_block_mismatch_said():
             super().__init__(*arguments, **named)
         self._sglang = version
-        settings, _ = read_settings(os.environ)
+        settings, warnings = read_settings(os.environ)
+        for warning in warnings:
+            _log.warning("DDTREE: %s", warning)
         nodes = self.block_size  # the parent takes SGLang's number of draft tokens for its block
         self._shape = TreeShape(nodes - 1, settings.ddtree_top_k, block_size())
         self._draft_this_block()
@@ -80,7 +81,9 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang is untyped h
         except ConfigError as error:
             stop(error)
         compat.capture_blocks(masks=True)
-        compat.refuse_sampling_masks("DDTREE")
+        compat.refuse_requests("DDTREE")
+        # The pools are made after this: two windows, and what rounds them up to a page.
+        compat.widen_request_rows(2 * self._shape.nodes + int(self.page_size))
 
     def _draft_this_block(self) -> None:
         """Tell the parent, which has made its buffers for all nodes, how much it drafts."""
@@ -309,16 +312,7 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang is untyped h
         if sampling is None or sampling.is_all_greedy:
             targets = logits.argmax(-1)
         else:
-            probs = target_probs(
-                logits,
-                sampling.temperatures.flatten(),
-                top_ks=sampling.top_ks if sampling.need_top_k_sampling else None,
-                top_ps=sampling.top_ps if sampling.need_top_p_sampling else None,
-                min_ps=sampling.min_ps if sampling.need_min_p_sampling else None,
-                most=draft_input.max_top_k,
-            )
-            draws = torch.rand(trees.tokens.shape, device=self.device)
-            targets = sample_tokens(probs.flatten(0, 1), draws.flatten()).view_as(trees.tokens)
+            targets = sampled_tokens(logits, sampling, draft_input.max_top_k)
         group = get_parallel().tp_group
         if group.world_size > 1:
             group.broadcast(targets, src=0)  # draws differ by rank, and sums may
@@ -421,6 +415,11 @@ def _mask_form(worker: DDTreeWorker) -> str:
     """The form of mask that the target's backend reads: `T x T` or `T x (L + T)`."""
     backend = worker.model_runner.attn_backend
     if type(backend).__name__ == "HybridAttnBackend":  # one backend for prefill, one for the rest
+        if worker._widths.adaptive:
+            raise ConfigError(
+                "DDTREE: an adaptive budget with one backend for prefill and one for the rest",
+                remedy="set KDTREE_DDTREE_ADAPTIVE=0, or name one --attention-backend",
+            )
         backend = backend._select_backend(ForwardMode.TARGET_VERIFY)
     name = type(backend).__name__
     if name == "TritonAttnBackend":

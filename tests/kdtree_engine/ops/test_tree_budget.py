@@ -71,13 +71,33 @@ def test_times_that_change_are_noticed() -> None:
     assert settled(chooser, 1, {9: 1.0, 17: 1.9, 33: 3.7}, rounds=2000) == 9
 
 
-def test_a_slow_first_round_is_not_believed() -> None:
-    """The first pass of a width may compile."""
+def test_a_slow_round_is_not_believed() -> None:
+    """The first pass of a width may compile, and any other may be held up."""
     chooser = WidthChooser((9, 17))
-    seconds = iter([50.0, 1.0, 1.0, 1.0, 1.0, 1.0])
-    for _ in range(6):
-        chooser.costs.measured(17, 1, next(seconds))
-    assert chooser.costs.told()[1][1] == (6, 1.0)
+    for seconds in (50.0, 1.0, 1.0, 1.0, 9.0, 1.0):
+        chooser.costs.measured(17, 1, seconds)
+    assert chooser.costs.told()[1] == [(0, 0.0), (6, 1.0)]
+
+
+@pytest.mark.parametrize("held_up", range(60, 76))
+def test_one_slow_round_does_not_cost_the_best_width(held_up: int) -> None:
+    """As ranks take times over at every 16th round, its place there must not matter."""
+    chooser = WidthChooser((9, 17, 33))
+    taken = []
+    for number in range(400):
+        width = chooser.choose(1)
+        taken.append(width)
+        chooser.costs.measured(width, 1, 100.0 if number == held_up else 1.0)
+        chooser.gained([2.0, 3.0, 3.5])
+        if number % 16 == 0:
+            chooser.costs.take_over(chooser.costs.told())
+    assert taken[50:].count(33) >= 0.95 * len(taken[50:])
+
+
+def test_a_width_that_became_cheap_again_is_found_by_its_probes() -> None:
+    chooser = WidthChooser((9, 17, 33))
+    assert settled(chooser, 1, {9: 1.0, 17: 1.9, 33: 3.7}) == 9
+    assert settled(chooser, 1, {9: 1.0, 17: 1.0, 33: 1.0}, rounds=2000) == 33
 
 
 def test_ranks_choose_alike_whatever_each_has_measured() -> None:

@@ -240,9 +240,47 @@ def test_a_release_that_lacks_what_ddtree_needs_is_refused(modules: Any) -> None
         compat.require_ddtree("0.6.0")
 
 
-def test_sampling_masks_are_refused_where_the_scheduler_would_take_them(modules: Any) -> None:
-    compat.refuse_sampling_masks("DDTREE")  # no scheduler in this process
-    scheduler = modules("sglang.srt.managers.scheduler", validate_spec_sampling_mask_request=None)
-    compat.refuse_sampling_masks("DDTREE")
+class Asked(types.SimpleNamespace):
+    """A request with these sampling parameters."""
+
+    def __init__(self, **parameters: Any) -> None:
+        super().__init__(sampling_params=types.SimpleNamespace(**parameters))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "says"),
+    [
+        ({}, "stock: True"),
+        ({"frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}, "stock: True"),
+        ({"repetition_penalty": None}, "stock: True"),
+        ({"repetition_penalty": 1.3}, "DDTREE: repetition_penalty is not supported, expected 1"),
+        ({"presence_penalty": -0.5}, "DDTREE: presence_penalty is not supported, expected 0"),
+        ({"min_new_tokens": 4}, "DDTREE: min_new_tokens is not supported, expected 0, got 4"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused(
+    modules: Any, parameters: dict[str, Any], says: str
+) -> None:
+    compat.refuse_requests("DDTREE")  # no scheduler in this process
+    scheduler = modules(
+        "sglang.srt.managers.scheduler",
+        validate_dflash_request=lambda request, overlap: f"stock: {overlap}",
+        validate_spec_sampling_mask_request=None,
+    )
+    compat.refuse_requests("DDTREE")
+    assert says in scheduler.validate_dflash_request(Asked(**parameters), True)
     said = scheduler.validate_spec_sampling_mask_request("request", "algorithm")
-    assert said == "return_sampling_mask is not supported with DDTREE."
+    assert said == "DDTREE: return_sampling_mask is not supported"
+
+
+@pytest.mark.parametrize("given", [(), ("server_args",)])
+def test_rows_have_room_for_two_windows(modules: Any, given: tuple[str, ...]) -> None:
+    """0.5.17 hands the arguments over."""
+    pools = modules(
+        "sglang.srt.mem_cache.kv_cache_configurator",
+        get_req_to_token_extra_context_len=lambda *_: 37,
+    )
+    compat.widen_request_rows(67)
+    assert pools.get_req_to_token_extra_context_len(*given) == 67
+    compat.widen_request_rows(20)
+    assert pools.get_req_to_token_extra_context_len(*given) == 67, "never less than it was"

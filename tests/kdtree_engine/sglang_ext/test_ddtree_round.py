@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import types
 
 import pytest
 import torch
 
 from kdtree_engine.errors import ConfigError
 from kdtree_engine.ops import DraftTrees, accept_trees, build_draft_trees
+from kdtree_engine.sglang_ext import ddtree_round
 from kdtree_engine.sglang_ext.ddtree_round import (
     best_of_all,
     full_mask,
@@ -108,6 +110,32 @@ def test_gained_tokens_are_the_path_and_the_bonus() -> None:
     assert rows[0].tolist() == [0, 1, 0, 0], "padded with the root's row"
     assert rows[1, 0] == trees.nodes
     assert (rows[1] >= trees.nodes).all()
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 25])
+def test_sampled_tokens_are_of_each_request_s_own_distribution(
+    monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    """All at once, or one request after the other, as where they would fill the memory."""
+    monkeypatch.setattr(ddtree_round, "_VALUES_AT_ONCE", at_once)
+    torch.manual_seed(4)
+    logits = torch.tensor([0.0, 1.0, 2.0]).expand(3, 4000, 3)
+    sampling = types.SimpleNamespace(
+        temperatures=torch.tensor([[1.0], [0.5], [1.0]]),
+        top_ks=torch.tensor([3, 3, 1]),
+        top_ps=None,
+        min_ps=None,
+        need_top_k_sampling=True,
+        need_top_p_sampling=False,
+        need_min_p_sampling=False,
+    )
+    drawn = ddtree_round.sampled_tokens(logits, sampling, 3)
+    assert drawn.shape == (3, 4000)
+    for request, temperature in enumerate((1.0, 0.5)):
+        expected = torch.softmax(logits[0, 0] / temperature, -1)
+        found = drawn[request].bincount(minlength=3) / 4000
+        torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
+    assert (drawn[2] == 2).all(), "a greedy request beside them"
 
 
 class Ranks:
