@@ -6,6 +6,7 @@ tolerance.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 
 import pytest
@@ -22,6 +23,8 @@ from kdtree_engine.ops import (
 )
 from kdtree_engine.ops.acceptance import sample_tokens
 from kdtree_engine.ops.candidates import top_candidates
+from kdtree_engine.ops.tree_budget import expected_tokens
+from kdtree_engine.sglang_ext import ddtree_round
 
 pytestmark = [
     pytest.mark.gpu,
@@ -336,3 +339,47 @@ def test_it_follows_the_current_stream() -> None:
         found = built(ours, 64, 16, from_logits=True)
     stream.synchronize()
     assert_same(found, built(scores, 64, 16, from_logits=True))
+
+
+def test_what_ddtree_computes_in_a_round_waits_for_nothing() -> None:
+    """Every step between SGLang's passes, with torch refusing whatever would wait for the GPU."""
+    batch, depth, columns, budget, slots = 3, 7, 4096, 32, 512
+    logits = drawn_logits(batch, depth, columns, torch.bfloat16, seed=9).to(CUDA)
+    roots = torch.arange(batch, device=CUDA)
+    prefixes = torch.tensor([5, 9, 0], device=CUDA)
+    targets = drawn_logits(batch, budget + 1, columns, torch.float32, seed=10).to(CUDA)
+    window = torch.randperm(slots, device=CUDA)[: batch * (budget + 1)].view(batch, -1)
+    pools = [torch.randn(slots, 576, device=CUDA).bfloat16() for _ in range(3)]
+    sampling = types.SimpleNamespace(
+        temperatures=torch.full((batch, 1), 0.7, device=CUDA),
+        top_ks=torch.full((batch,), 20, device=CUDA),
+        top_ps=torch.full((batch,), 0.9, device=CUDA),
+        min_ps=torch.full((batch,), 0.01, device=CUDA),
+        need_top_k_sampling=True,
+        need_top_p_sampling=True,
+        need_min_p_sampling=True,
+    )
+
+    def a_round() -> torch.Tensor:
+        whole = build_draft_trees(
+            logits, budget, 8, from_logits=True, root_tokens=roots, prefix_lengths=prefixes
+        )
+        gains = expected_tokens(whole.log_weights, (9, 17, 33))
+        host = torch.empty(gains.shape, dtype=gains.dtype, pin_memory=True)
+        host.copy_(gains, non_blocking=True)
+        trees = whole.first(17)
+        ddtree_round.full_mask(trees, 64)
+        drawn = ddtree_round.sampled_tokens(targets[:, :17], sampling, 20)
+        paths = accept_trees(trees, target_tokens=drawn)
+        compact_kv(pools, paths, window[:, :17].contiguous())
+        ddtree_round.path_rows(paths, trees.nodes)
+        return ddtree_round.gained_tokens(trees, paths, budget + 1)
+
+    a_round()  # loads the library, and what torch compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gained = a_round()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert gained.shape == (batch, budget + 1)
