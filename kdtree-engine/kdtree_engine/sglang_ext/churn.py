@@ -62,18 +62,26 @@ class Settings:
     long: int = 16384
 
 
-def _stock(sort: bool) -> Callable[[int], Any]:
+def _made_by(name: str, **given: Any) -> Callable[[int], Any]:
     def make(size: int) -> Any:
         from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
-        return TokenToKVPoolAllocator(
-            size, dtype=torch.float16, device="cpu", kvcache=None, need_sort=sort
-        )
+        from kdtree_engine.sglang_ext import allocators
+
+        made = {"stock": TokenToKVPoolAllocator, "sort": allocators.SortingAllocator}
+        make = made.get(name, allocators.RunAllocator)
+        return make(size, dtype=torch.float16, device="cpu", kvcache=None, **given)
 
     return make
 
 
-POLICIES: dict[str, Callable[[int], Any]] = {"stock": _stock(False), "need_sort": _stock(True)}
+POLICIES: dict[str, Callable[[int], Any]] = {
+    "stock": _made_by("stock", need_sort=False),
+    "need_sort": _made_by("stock", need_sort=True),
+    "sort": _made_by("sort"),
+    "best_fit": _made_by("runs", chunk=0),
+    "tier0": _made_by("runs", chunk=64),
+}
 """By name, what makes the allocator of a pool of so many slots."""
 
 
@@ -93,7 +101,10 @@ class Churn:
         )
         from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
+        from kdtree_engine.sglang_ext.allocators import plan_batches
+
         self.rows = ReqToTokenPool(settings.running, self.width, "cpu", enable_memory_saver=False)
+        plan_batches()
         self.allocator = POLICIES[settings.policy](settings.pool)
         self.alloc_us: list[float] = []
         self._time_allocations()
@@ -145,6 +156,7 @@ class Churn:
         return {
             "step": self.step,
             "seconds": self.clock,
+            "arrived": self.arrived,
             "finished": self.finished,
             "free": self.allocator.available_size() / self.settings.pool,
             "cached": self.tree.evictable_size() / self.settings.pool,

@@ -1,0 +1,234 @@
+"""SGLang's page-1 allocator with the policies that keep a churned pool in runs.
+
+    SortingAllocator   sorts the free list when idle, and once enough was freed since it was sorted
+    RunAllocator       best-fit runs for each request, and chunks reserved for its decode steps
+
+Both decide by what they were called with and in which order, never by a clock, free memory or load,
+so that every rank of a service arrives at the same slot numbers by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy
+import torch
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+
+from kdtree_engine.fragmentation.free_runs import FreeRuns, Run
+from kdtree_engine.fragmentation.growth import Growth
+
+__all__ = ["Growing", "RunAllocator", "SortingAllocator", "plan_batches"]
+
+
+class SortingAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
+    """Keeps freed slots apart, as need_sort does, and does not wait for a shortage to merge them.
+
+    bound: the part of the pool that may have been freed since the free list was last sorted. Sizes
+    of tensors are known without asking the device, so that nothing waits; the sort itself runs
+    there.
+    """
+
+    def __init__(self, size: int, *, bound: float = 0.01, **given: Any) -> None:
+        self.bound = max(1, round(size * bound))
+        super().__init__(size, need_sort=True, **given)
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        if len(self.release_pages) > self.bound:
+            self.merge_and_sort_free()
+        slots: torch.Tensor | None = super().alloc(need_size)
+        return slots
+
+    def idle(self) -> None:
+        """No request runs: the time to sort."""
+        self.merge_and_sort_free()
+
+
+@dataclasses.dataclass(frozen=True)
+class Growing:
+    """A request of the batch that is allocated for. held: tokens that it has slots for already."""
+
+    name: str
+    held: int
+    count: int
+
+
+class RunAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
+    """Knows the free runs on the host, and what a batch's slots are for.
+
+    chunk: slots reserved for a request at a time; 0 for none. A batch that was not announced by
+    `planned` gets runs for the whole.
+
+    Freed slots arrive as tensors. On a device they are copied to the host without waiting, and are
+    merged into the runs one allocation later, when that copy is long over; only an allocation that
+    would fail waits. They count as free all the while.
+    """
+
+    def __init__(self, size: int, *, chunk: int = 64, **given: Any) -> None:
+        self.chunk = chunk
+        self.growth = Growth(FreeRuns(1, 0), chunk)
+        self._plan: Sequence[Growing] = ()
+        self._arriving: list[_Arriving] = []
+        self._old = 0  # of `_arriving`, those that were there at the last allocation
+        super().__init__(size, need_sort=False, **given)
+
+    def clear(self) -> None:
+        """All slots but 0 are free; slot 0 takes the writes of padded tokens."""
+        super().clear()
+        self.free_pages = None  # nothing may read the list that is not kept
+        self.growth = Growth(FreeRuns(1, self.size), self.chunk)
+        self._arriving, self._old = [], 0
+
+    @contextlib.contextmanager
+    def planned(self, plan: Sequence[Growing]) -> Iterator[None]:
+        """What the next allocation is for, in the order in which its slots are dealt out."""
+        self._plan = plan
+        try:
+            yield
+        finally:
+            self._plan = ()
+
+    def available_size(self) -> int:
+        return self.growth.free + sum(one.count for one in self._arriving)
+
+    def unreserved_size(self) -> int:
+        """Without what is reserved."""
+        return self.available_size() - self.growth.reserved
+
+    def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> bool | None:
+        """SGLang's, which evicts for what is short, but before it takes reserves for it.
+
+        Else every prefill of a full pool would break all of them. The cache loses at most a chunk a
+        request by it; where nothing is left to evict, the reserves are what is allocated.
+        """
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        short = num_tokens - self.unreserved_size()
+        if tree_cache is not None and tree_cache.supports_prefix_sharing() and short > 0:
+            tree_cache.evict_for_alloc(EvictParams(num_tokens=short))
+        return None
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        self._arrive(self._old)
+        if need_size > self.growth.free:
+            self._arrive(len(self._arriving))
+        self._old = len(self._arriving)
+        if need_size > self.growth.free:
+            return None
+        plan = self._plan
+        if sum(one.count for one in plan) != need_size:
+            return self._tensor(self.growth.take(need_size))
+        runs: list[Run] = []
+        for one in plan:
+            runs += self.growth.extend(one.name, one.held, one.count)
+        return self._tensor(runs)
+
+    def free(self, free_index: torch.Tensor) -> None:
+        if free_index.numel() == 0:
+            return
+        if self.free_group is not None:
+            self.free_group.append(self._copy_for_free_group(free_index))
+            return
+        self._arriving.append(_Arriving(free_index))
+        if free_index.device.type == "cpu":
+            self._arrive(len(self._arriving))
+
+    def idle(self) -> None:
+        """No request runs: nothing is reserved any more."""
+        self._arrive(len(self._arriving))
+        self.growth.keep_only(())
+
+    def get_all_free_pages(self) -> torch.Tensor:
+        """For SGLang's own census. Waits for the device."""
+        self._arrive(len(self._arriving))
+        self.growth.give_back()
+        return self._tensor(self.growth.runs.runs())
+
+    def _arrive(self, count: int) -> None:
+        for one in self._arriving[:count]:
+            for run in one.runs():
+                self.growth.runs.give(*run)
+        del self._arriving[:count]
+        self._old = max(0, self._old - count)
+
+    def _tensor(self, runs: Sequence[Run]) -> torch.Tensor:
+        """int64 [sum of lengths] on the device; its copy there is not waited for."""
+        if len(runs) == 1:
+            start, length = runs[0]
+            return torch.arange(start, start + length, dtype=torch.int64, device=self.device)
+        starts, lengths = numpy.array(runs, dtype=numpy.int64).reshape(-1, 2).T
+        if len(runs) == lengths.sum():
+            slots = starts.copy()
+        else:
+            ends = lengths.cumsum()
+            slots = numpy.arange(ends[-1] if len(ends) else 0) + numpy.repeat(
+                starts - (ends - lengths), lengths
+            )
+        host = torch.from_numpy(slots)
+        if torch.device(self.device).type == "cpu":
+            return host
+        return host.pin_memory().to(self.device, non_blocking=True)
+
+
+class _Arriving:
+    """Freed slots on their way to the host."""
+
+    def __init__(self, slots: torch.Tensor) -> None:
+        self.count = slots.numel()
+        self._event: Any = None
+        if slots.device.type == "cpu":
+            self._host = slots
+            return
+        self._host = torch.empty(self.count, dtype=slots.dtype, pin_memory=True)
+        self._host.copy_(slots, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def runs(self) -> list[Run]:
+        """In order. Waits for the copy, if it is not over."""
+        if self._event is not None:
+            self._event.synchronize()
+        slots = numpy.sort(self._host.numpy())
+        breaks = numpy.flatnonzero(numpy.diff(slots) != 1) + 1
+        first = numpy.concatenate(([0], breaks))
+        lengths = numpy.diff(numpy.append(first, self.count))
+        return list(zip(slots[first].tolist(), lengths.tolist(), strict=True))
+
+
+def plan_batches() -> None:
+    """Let SGLang's batches tell a RunAllocator what their slots are for. Once a process."""
+    from sglang.srt.managers import schedule_batch
+
+    def extend(batch: Any) -> list[Growing]:
+        return [Growing(req.rid, req.prefix_len, req.extend_len) for req in batch.reqs]
+
+    def decode(batch: Any, token_per_req: int) -> list[Growing]:
+        return [Growing(req.rid, req.kv.kv_allocated_len, token_per_req) for req in batch.reqs]
+
+    for name, plan, grows in (
+        ("alloc_for_extend", extend, False),
+        ("alloc_for_decode", decode, True),
+    ):
+        stock = getattr(schedule_batch, name)
+        setattr(schedule_batch, name, _announced(stock, plan, grows=grows))
+
+
+def _announced(
+    stock: Callable[..., Any], plan: Callable[..., list[Growing]], *, grows: bool
+) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def announced(batch: Any, *given: Any, **named: Any) -> Any:
+        allocator = batch.token_to_kv_pool_allocator
+        if not isinstance(allocator, RunAllocator):
+            return stock(batch, *given, **named)
+        wanted = plan(batch, *given, **named)
+        if grows:
+            allocator.growth.keep_only({one.name for one in wanted})
+        with allocator.planned(wanted):
+            return stock(batch, *given, **named)
+
+    return announced
