@@ -12,17 +12,19 @@ that nobody uses any more costs nothing but a place in a table until `keep_only`
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Sequence
 
 from kdtree_engine.fragmentation.free_runs import FreeRuns, Run
 
-__all__ = ["Growth"]
+__all__ = ["Growing", "Growth"]
+
+Growing = tuple[Hashable, int, int]
+"""name, tokens held, slots wanted."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class _Tail:
-    """Where a request ended. held: its tokens then. next: the slot after its last, and the first of
-    its reserve of `ahead` slots."""
+    """A request with `held` tokens ended before slot `next`; `ahead` slots are reserved there."""
 
     held: int
     next: int
@@ -30,7 +32,7 @@ class _Tail:
 
 
 class Growth:
-    """Allocates from `runs` for requests that have a name. chunk: slots reserved at a time, or 0."""
+    """Allocates from `runs` for requests with a name. chunk: slots reserved at a time, or 0."""
 
     def __init__(self, runs: FreeRuns, chunk: int) -> None:
         self.runs = runs
@@ -83,6 +85,25 @@ class Growth:
         if not tail.ahead:
             tail.ahead = self.runs.take_at(tail.next, self.chunk)
             self.reserved += tail.ahead
+        return taken
+
+    def extend_all(self, wanted: Sequence[Growing]) -> list[Run]:
+        """`extend` for each, in order; ValueError where fewer slots are free than all want."""
+        total = sum(count for _, _, count in wanted)
+        if total > self.free:
+            raise ValueError(f"{total} slots of {self.free}")
+        taken: list[Run] = []
+        for name, held, count in wanted:
+            tail = self._tails.get(name)
+            if tail is not None and tail.held == held and tail.ahead > count:
+                # What nearly every request of a decode batch does, without a call of its own.
+                taken.append((tail.next, count))
+                tail.held += count
+                tail.next += count
+                tail.ahead -= count
+                self.reserved -= count
+            else:
+                taken += self.extend(name, held, count)
         return taken
 
     def keep_only(self, names: Collection[Hashable]) -> None:

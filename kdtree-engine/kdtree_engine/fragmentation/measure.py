@@ -44,7 +44,7 @@ class Summary:
 class Fragmentation:
     """Of B requests, on the device of their rows.
 
-    tokens, runs: int64 [B]. mean_run_length: float64 [B], slots. page_locality: float64 [B], 0 to 1.
+    tokens, runs: int64 [B]. mean_run_length: float64 [B], slots. page_locality: float64 [B].
     """
 
     tokens: torch.Tensor

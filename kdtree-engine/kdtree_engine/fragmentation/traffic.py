@@ -62,7 +62,9 @@ class Lengths:
         if self.kind == "fixed":
             return round(self.first)
         if self.kind == "uniform":
-            return random_.randint(math.ceil(self.first), max(math.ceil(self.first), int(self.second)))
+            return random_.randint(
+                math.ceil(self.first), max(math.ceil(self.first), int(self.second))
+            )
         drawn = math.exp(random_.gauss(math.log(self.first), self.second))
         return max(1, round(min(max(drawn, self.first / 16), self.first * 16)))
 

@@ -10,7 +10,6 @@ so that every rank of a service arrives at the same slot numbers by itself.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,9 +19,9 @@ import torch
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
 from kdtree_engine.fragmentation.free_runs import FreeRuns, Run
-from kdtree_engine.fragmentation.growth import Growth
+from kdtree_engine.fragmentation.growth import Growing, Growth
 
-__all__ = ["Growing", "RunAllocator", "SortingAllocator", "plan_batches"]
+__all__ = ["RunAllocator", "SortingAllocator", "plan_batches"]
 
 
 class SortingAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
@@ -46,15 +45,6 @@ class SortingAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
     def idle(self) -> None:
         """No request runs: the time to sort."""
         self.merge_and_sort_free()
-
-
-@dataclasses.dataclass(frozen=True)
-class Growing:
-    """A request of the batch that is allocated for. held: tokens that it has slots for already."""
-
-    name: str
-    held: int
-    count: int
 
 
 class RunAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
@@ -120,12 +110,9 @@ class RunAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
         if need_size > self.growth.free:
             return None
         plan = self._plan
-        if sum(one.count for one in plan) != need_size:
-            return self._tensor(self.growth.take(need_size))
-        runs: list[Run] = []
-        for one in plan:
-            runs += self.growth.extend(one.name, one.held, one.count)
-        return self._tensor(runs)
+        if sum(count for _, _, count in plan) != need_size:
+            return self._tensor(self.growth.take(need_size), need_size)
+        return self._tensor(self.growth.extend_all(plan), need_size)
 
     def free(self, free_index: torch.Tensor) -> None:
         if free_index.numel() == 0:
@@ -146,7 +133,7 @@ class RunAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
         """For SGLang's own census. Waits for the device."""
         self._arrive(len(self._arriving))
         self.growth.give_back()
-        return self._tensor(self.growth.runs.runs())
+        return self._tensor(self.growth.runs.runs(), self.growth.free)
 
     def _arrive(self, count: int) -> None:
         for one in self._arriving[:count]:
@@ -155,20 +142,18 @@ class RunAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
         del self._arriving[:count]
         self._old = max(0, self._old - count)
 
-    def _tensor(self, runs: Sequence[Run]) -> torch.Tensor:
-        """int64 [sum of lengths] on the device; its copy there is not waited for."""
+    def _tensor(self, runs: Sequence[Run], count: int) -> torch.Tensor:
+        """int64 [count] on the device, whose copy there is not waited for. count: their slots."""
         if len(runs) == 1:
             start, length = runs[0]
             return torch.arange(start, start + length, dtype=torch.int64, device=self.device)
-        starts, lengths = numpy.array(runs, dtype=numpy.int64).reshape(-1, 2).T
-        if len(runs) == lengths.sum():
-            slots = starts.copy()
+        if len(runs) == count:
+            host = torch.tensor([start for start, _ in runs], dtype=torch.int64)
         else:
-            ends = lengths.cumsum()
-            slots = numpy.arange(ends[-1] if len(ends) else 0) + numpy.repeat(
-                starts - (ends - lengths), lengths
-            )
-        host = torch.from_numpy(slots)
+            starts, lengths = numpy.array(runs, dtype=numpy.int64).T
+            before = lengths.cumsum() - lengths
+            slots = numpy.arange(count) + numpy.repeat(starts - before, lengths)
+            host = torch.from_numpy(slots)
         if torch.device(self.device).type == "cpu":
             return host
         return host.pin_memory().to(self.device, non_blocking=True)
@@ -185,7 +170,7 @@ class _Arriving:
             return
         self._host = torch.empty(self.count, dtype=slots.dtype, pin_memory=True)
         self._host.copy_(slots, non_blocking=True)
-        self._event = torch.cuda.Event()
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()
 
     def runs(self) -> list[Run]:
@@ -204,10 +189,10 @@ def plan_batches() -> None:
     from sglang.srt.managers import schedule_batch
 
     def extend(batch: Any) -> list[Growing]:
-        return [Growing(req.rid, req.prefix_len, req.extend_len) for req in batch.reqs]
+        return [(req.rid, req.prefix_len, req.extend_len) for req in batch.reqs]
 
     def decode(batch: Any, token_per_req: int) -> list[Growing]:
-        return [Growing(req.rid, req.kv.kv_allocated_len, token_per_req) for req in batch.reqs]
+        return [(req.rid, req.kv.kv_allocated_len, token_per_req) for req in batch.reqs]
 
     for name, plan, grows in (
         ("alloc_for_extend", extend, False),
@@ -227,7 +212,7 @@ def _announced(
             return stock(batch, *given, **named)
         wanted = plan(batch, *given, **named)
         if grows:
-            allocator.growth.keep_only({one.name for one in wanted})
+            allocator.growth.keep_only({name for name, _, _ in wanted})
         with allocator.planned(wanted):
             return stock(batch, *given, **named)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 
@@ -63,7 +64,7 @@ def test_growth_stays_in_place() -> None:
         for name, row in rows.items():
             row += slots(growth.extend(name, len(row), 1))
     for row in rows.values():
-        breaks = sum(after != before + 1 for before, after in zip(row, row[1:], strict=False))
+        breaks = sum(after != before + 1 for before, after in itertools.pairwise(row))
         assert breaks <= 40 / 8
     assert growth.free == 1000 - 120
 

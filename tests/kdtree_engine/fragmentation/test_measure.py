@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -34,7 +36,7 @@ def test_rows_made_by_hand(slots: list[int], runs: int, length: float, locality:
 
 
 def by_definition(slots: list[int]) -> tuple[int, float]:
-    steps = list(zip(slots, slots[1:], strict=False))
+    steps = list(itertools.pairwise(slots))
     runs = 1 + sum(after != before + 1 for before, after in steps) if slots else 0
     near = sum(before // EDGE == after // EDGE for before, after in steps)
     return runs, near / len(steps) if steps else 1.0
