@@ -53,13 +53,19 @@ class RunAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
     chunk: slots reserved for a request at a time; 0 for none. A batch that was not announced by
     `planned` gets runs for the whole.
 
-    Freed slots arrive as tensors. On a device they are copied to the host without waiting, and are
-    merged into the runs one allocation later, when that copy is long over; only an allocation that
-    would fail waits. They count as free all the while.
+    Freed slots arrive as tensors. They are copied to the host without waiting, and are merged into
+    the runs by what is freed after the next allocation, when the step in between has ended and the
+    copy with it; they count as free all the while. Only an allocation that they are needed for at
+    once waits (`waits`). So that this is rare, eviction keeps `margin` slots free beyond what is asked:
+    the prefill of a full pool gets what was evicted before, not what is evicted for it.
     """
 
-    def __init__(self, size: int, *, chunk: int = 64, **given: Any) -> None:
+    def __init__(
+        self, size: int, *, chunk: int = 64, margin: int | None = None, **given: Any
+    ) -> None:
         self.chunk = chunk
+        self.margin = min(8192, size // 64) if margin is None else margin
+        self.waits = 0
         self.growth = Growth(FreeRuns(1, 0), chunk)
         self._plan: Sequence[Growing] = ()
         self._arriving: list[_Arriving] = []
@@ -90,21 +96,23 @@ class RunAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
         return self.available_size() - self.growth.reserved
 
     def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> bool | None:
-        """SGLang's, which evicts for what is short, but before it takes reserves for it.
+        """SGLang's, which evicts for what is short, but also for the margin and before reserves go.
 
-        Else every prefill of a full pool would break all of them. The cache loses at most a chunk a
-        request by it; where nothing is left to evict, the reserves are what is allocated.
+        Else every prefill of a full pool would break all reserves. The cache loses at most the
+        margin and a chunk a request by it; where nothing is left to evict, these are allocated.
         """
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-        short = num_tokens - self.unreserved_size()
+        short = num_tokens + self.margin - self.unreserved_size()
         if tree_cache is not None and tree_cache.supports_prefix_sharing() and short > 0:
             tree_cache.evict_for_alloc(EvictParams(num_tokens=short))
         return None
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        self._arrive(self._old)
-        if need_size > self.growth.free:
+        if need_size > self.growth.runs.free:
+            self._arrive(self._old)
+        if need_size > self.growth.free and self._arriving:
+            self.waits += 1
             self._arrive(len(self._arriving))
         self._old = len(self._arriving)
         if need_size > self.growth.free:
@@ -120,9 +128,8 @@ class RunAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
         if self.free_group is not None:
             self.free_group.append(self._copy_for_free_group(free_index))
             return
+        self._arrive(self._old)
         self._arriving.append(_Arriving(free_index))
-        if free_index.device.type == "cpu":
-            self._arrive(len(self._arriving))
 
     def idle(self) -> None:
         """No request runs: nothing is reserved any more."""
@@ -144,9 +151,12 @@ class RunAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
 
     def _tensor(self, runs: Sequence[Run], count: int) -> torch.Tensor:
         """int64 [count] on the device, whose copy there is not waited for. count: their slots."""
-        if len(runs) == 1:
-            start, length = runs[0]
-            return torch.arange(start, start + length, dtype=torch.int64, device=self.device)
+        if len(runs) < 5:
+            parts = [
+                torch.arange(start, start + length, dtype=torch.int64, device=self.device)
+                for start, length in runs or [(0, 0)]
+            ]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
         if len(runs) == count:
             host = torch.tensor([start for start, _ in runs], dtype=torch.int64)
         else:
@@ -166,7 +176,7 @@ class _Arriving:
         self.count = slots.numel()
         self._event: Any = None
         if slots.device.type == "cpu":
-            self._host = slots
+            self._host = slots.clone()  # a view of a table's row would change under way
             return
         self._host = torch.empty(self.count, dtype=slots.dtype, pin_memory=True)
         self._host.copy_(slots, non_blocking=True)
@@ -174,10 +184,13 @@ class _Arriving:
         self._event.record()
 
     def runs(self) -> list[Run]:
-        """In order. Waits for the copy, if it is not over."""
+        """In the order of the slots, unsorted: where two touch, they merge as they are freed.
+
+        Waits for the copy, if it is not over.
+        """
         if self._event is not None:
             self._event.synchronize()
-        slots = numpy.sort(self._host.numpy())
+        slots = self._host.numpy()
         breaks = numpy.flatnonzero(numpy.diff(slots) != 1) + 1
         first = numpy.concatenate(([0], breaks))
         lengths = numpy.diff(numpy.append(first, self.count))
@@ -194,12 +207,9 @@ def plan_batches() -> None:
     def decode(batch: Any, token_per_req: int) -> list[Growing]:
         return [(req.rid, req.kv.kv_allocated_len, token_per_req) for req in batch.reqs]
 
-    for name, plan, grows in (
-        ("alloc_for_extend", extend, False),
-        ("alloc_for_decode", decode, True),
-    ):
-        stock = getattr(schedule_batch, name)
-        setattr(schedule_batch, name, _announced(stock, plan, grows=grows))
+    stock = schedule_batch.alloc_for_extend, schedule_batch.alloc_for_decode
+    schedule_batch.alloc_for_extend = _announced(stock[0], extend, grows=False)
+    schedule_batch.alloc_for_decode = _announced(stock[1], decode, grows=True)
 
 
 def _announced(

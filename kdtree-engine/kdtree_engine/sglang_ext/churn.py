@@ -178,6 +178,7 @@ class Churn:
             "cached_share": self.cached_tokens / max(self.prompt_tokens, 1),
             "leaked": self.settings.pool - self.allocator.available_size() - tree - held,
             "allocations": len(self.alloc_us),
+            "waits": getattr(self.allocator, "waits", 0),
             "alloc_us_median": took[len(took) // 2],
             "alloc_us_p99": took[len(took) * 99 // 100],
             "alloc_us_max": took[-1],
