@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
 from kdtree_engine.fragmentation.free_runs import FreeRuns, Run
 from kdtree_engine.fragmentation.growth import Growing, Growth
+from kdtree_engine.sglang_ext.compat import evict, free_group
 
 __all__ = ["RunAllocator", "SortingAllocator", "plan_batches"]
 
@@ -56,8 +57,8 @@ class RunAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
     Freed slots arrive as tensors. They are copied to the host without waiting, and are merged into
     the runs by what is freed after the next allocation, when the step in between has ended and the
     copy with it; they count as free all the while. Only an allocation that they are needed for at
-    once waits (`waits`). So that this is rare, eviction keeps `margin` slots free beyond what is asked:
-    the prefill of a full pool gets what was evicted before, not what is evicted for it.
+    once waits (`waits`). So that this is rare, eviction keeps `margin` slots free beyond what
+    is asked: the prefill of a full pool gets what was evicted before, not what is evicted for it.
     """
 
     def __init__(
@@ -101,11 +102,9 @@ class RunAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
         Else every prefill of a full pool would break all reserves. The cache loses at most the
         margin and a chunk a request by it; where nothing is left to evict, these are allocated.
         """
-        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
         short = num_tokens + self.margin - self.unreserved_size()
-        if tree_cache is not None and tree_cache.supports_prefix_sharing() and short > 0:
-            tree_cache.evict_for_alloc(EvictParams(num_tokens=short))
+        if short > 0:
+            evict(tree_cache, short)
         return None
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
@@ -125,8 +124,8 @@ class RunAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
     def free(self, free_index: torch.Tensor) -> None:
         if free_index.numel() == 0:
             return
-        if self.free_group is not None:
-            self.free_group.append(self._copy_for_free_group(free_index))
+        if (group := free_group(self)) is not None:
+            group.append(free_index.clone())  # a view of a row, which its next owner writes
             return
         self._arrive(self._old)
         self._arriving.append(_Arriving(free_index))
@@ -200,9 +199,11 @@ class _Arriving:
 def plan_batches() -> None:
     """Let SGLang's batches tell a RunAllocator what their slots are for. Once a process."""
     from sglang.srt.managers import schedule_batch
+    from sglang.srt.mem_cache import allocation
 
     def extend(batch: Any) -> list[Growing]:
-        return [(req.rid, req.prefix_len, req.extend_len) for req in batch.reqs]
+        names = (req.rid for req in batch.reqs)
+        return list(zip(names, batch.prefix_lens, batch.extend_lens, strict=True))
 
     def decode(batch: Any, token_per_req: int) -> list[Growing]:
         return [(req.rid, req.kv.kv_allocated_len, token_per_req) for req in batch.reqs]
@@ -210,6 +211,23 @@ def plan_batches() -> None:
     stock = schedule_batch.alloc_for_extend, schedule_batch.alloc_for_decode
     schedule_batch.alloc_for_extend = _announced(stock[0], extend, grows=False)
     schedule_batch.alloc_for_decode = _announced(stock[1], decode, grows=True)
+    if hasattr(TokenToKVPoolAllocator, "evict_to_free_tokens"):
+        return
+    for module in (schedule_batch, allocation):
+        module.evict_from_tree_cache = _sparing(module.evict_from_tree_cache)
+
+
+def _sparing(stock: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+    """SGLang's eviction of 0.5.17, which asks the cache and not the allocator."""
+
+    @functools.wraps(stock)
+    def evict_from_tree_cache(tree_cache: Any, num_tokens: int) -> Any:
+        allocator = getattr(tree_cache, "token_to_kv_pool_allocator", None)
+        if isinstance(allocator, RunAllocator):
+            return allocator.evict_to_free_tokens(tree_cache, num_tokens)
+        return stock(tree_cache, num_tokens)
+
+    return evict_from_tree_cache
 
 
 def _announced(

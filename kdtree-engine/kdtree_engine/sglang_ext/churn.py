@@ -34,8 +34,9 @@ from typing import Any
 
 import torch
 
-from kdtree_engine.errors import ConfigError
+from kdtree_engine.errors import ConfigError, MissingError
 from kdtree_engine.fragmentation.measure import measure
+from kdtree_engine.sglang_ext.compat import sglang_version
 
 __all__ = ["POLICIES", "Churn", "Settings", "main"]
 
@@ -89,6 +90,11 @@ class Churn:
     """One pool under traffic. requests: [arrival_s, prompt pieces, output, abort_after or None]."""
 
     def __init__(self, settings: Settings, requests: Sequence[Sequence[Any]]) -> None:
+        if (release := sglang_version()) != "0.5.23":
+            raise MissingError(
+                f"SGLang {release} is not what the churn imitates",
+                remedy="name a Python with SGLang 0.5.23 in KD_SGLANG_PYTHON",
+            )
         self.settings = settings
         fits = settings.pool // 2
         self.requests = [one for one in requests if _tokens(one) <= fits]
