@@ -908,7 +908,7 @@ def bench_frag(
 ) -> None:
     """Scatter of KV slots under churn, by allocation policy, on SGLang's structures; no GPU."""
     from kdtree_engine.fragmentation.traffic import Lengths, Traffic
-    from kdtree_engine.sglang_ext.churn import Settings
+    from kdtree_engine.sglang_ext.defrag.churn import Settings
     from phases import bench_frag as work
     from phases.serve import require_sglang
     from phases.service import server_python

@@ -1,9 +1,9 @@
 """`kd bench frag`: how a policy of the KV allocator scatters requests, on SGLang's own structures.
 
 Every policy gets the same requests, in a process of its own in the server's Python, which needs no
-GPU (`kdtree_engine.sglang_ext.churn` says what is real there and what is imitated). The figures of
-a policy are means over its samples between half of the arrivals and the last one, when the pool is
-full and still churned, each live request of each sample counting once.
+GPU: `kdtree_engine.sglang_ext.defrag.churn` says what is real there and what is imitated. The
+figures of a policy are means over its samples between half of the arrivals and the last one, when
+the pool is full and still churned, each live request of each sample counting once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kdtree_engine.atomic import write_atomically
 from kdtree_engine.errors import KdError
 from kdtree_engine.fragmentation.traffic import Request, Traffic, draw, read_trace
 from kdtree_engine.machine import Machine
-from kdtree_engine.sglang_ext.churn import POLICIES, Settings
+from kdtree_engine.sglang_ext.defrag.churn import POLICIES, Settings
 from phases.checkout import Checkout
 from phases.evidence import new_run_id, now
 from phases.service import server_python, server_sglang
@@ -161,7 +161,7 @@ def run_policy(
         json.dump(asked, given)
         given.seek(0)
         process = subprocess.Popen(
-            [server_python(), "-W", "ignore", "-m", "kdtree_engine.sglang_ext.churn"],
+            [server_python(), "-W", "ignore", "-m", "kdtree_engine.sglang_ext.defrag.churn"],
             stdin=given,
             stdout=subprocess.PIPE,
             stderr=said,

@@ -12,7 +12,7 @@ import pytest
 
 from kdtree_engine.errors import KdError
 from kdtree_engine.fragmentation.traffic import Request, Traffic
-from kdtree_engine.sglang_ext.churn import Settings
+from kdtree_engine.sglang_ext.defrag.churn import Settings
 from phases import bench_frag as bench
 from phases.bench_frag import Churned, Sample
 from phases.checkout import Checkout

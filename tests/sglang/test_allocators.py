@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kdtree_engine.fragmentation.traffic import Lengths, Traffic, draw
-from kdtree_engine.sglang_ext.churn import Settings
+from kdtree_engine.sglang_ext.defrag.churn import Settings
 from phases.bench_frag import Churned, run_policy
 from phases.service import server_python
 
@@ -23,7 +23,7 @@ SETTINGS = Settings("stock", pool=40_000, running=16, chunk=2048, every=10, long
 
 def tried(root: pathlib.Path, **asked: Any) -> dict[str, float]:
     done = subprocess.run(
-        [server_python(), "-W", "ignore", "-m", "kdtree_engine.sglang_ext.allocator_trial"],
+        [server_python(), "-W", "ignore", "-m", "kdtree_engine.sglang_ext.defrag.trial"],
         input=json.dumps(asked),
         env=os.environ | {"PYTHONPATH": str(root / "kdtree-engine"), "TORCHDYNAMO_DISABLE": "1"},
         capture_output=True,

@@ -14,9 +14,6 @@ promises to keep, and on what they mean. A release that nobody has read is refus
     slots reserved for a request         reserved_seq_lens_cpu         nxt_kv_lens_cpu
     log-probabilities of a tree          compute_spec_v2_logprobs      compute_spec_logprobs
     a step's other outputs               none                          experts, sparse indices
-    an open group of frees               not is_not_in_free_group      free_group is a list
-    what evicts for an allocation        evict_from_tree_cache         the allocator itself
-    a cache that shares prefixes         not is_chunk_cache()          supports_prefix_sharing()
 """
 
 from __future__ import annotations
@@ -42,8 +39,6 @@ __all__ = [
     "draft_on_triton",
     "draft_ranks",
     "draft_slots",
-    "evict",
-    "free_group",
     "log_probs",
     "missing_names",
     "qlen_mask",
@@ -500,27 +495,6 @@ def step_result(version: str, verified: Any, **given: Any) -> Any:
         **{name: getattr(verified, name) for name in more},
         **given,
     )
-
-
-def free_group(allocator: Any) -> list[Any] | None:
-    """The frees that wait for the end of their group; None where no group is open."""
-    if getattr(allocator, "is_not_in_free_group", False):
-        return None
-    group: list[Any] | None = allocator.free_group
-    return group
-
-
-def evict(tree_cache: Any, count: int) -> None:
-    """Evict `count` slots from the cache, or as many as it has that nobody uses."""
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
-    if tree_cache is None:
-        return
-    if hasattr(tree_cache, "supports_prefix_sharing"):
-        if tree_cache.supports_prefix_sharing():
-            tree_cache.evict_for_alloc(EvictParams(num_tokens=count))
-    elif not tree_cache.is_chunk_cache():
-        tree_cache.evict(EvictParams(num_tokens=count))
 
 
 def _found(name: str) -> Any:

@@ -1,6 +1,6 @@
 """Drives SGLang's own allocator, request pool and prefix cache through traffic, without a model.
 
-    python -m kdtree_engine.sglang_ext.churn < REQUEST.json        (the server's Python; CPU)
+    python -m kdtree_engine.sglang_ext.defrag.churn < REQUEST.json        (the server's Python; CPU)
 
 Real, and called as a server calls them: `Req`, `ScheduleBatch.prepare_for_extend`,
 `.prepare_for_decode`, `.check_decode_mem`, `.retract_decode`, `.filter_batch`, `.merge_batch`,
@@ -67,7 +67,7 @@ def _made_by(name: str, **given: Any) -> Callable[[int], Any]:
     def make(size: int) -> Any:
         from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
-        from kdtree_engine.sglang_ext import allocators
+        from kdtree_engine.sglang_ext.defrag import allocators
 
         made = {"stock": TokenToKVPoolAllocator, "sort": allocators.SortingAllocator}
         make = made.get(name, allocators.RunAllocator)
@@ -107,7 +107,7 @@ class Churn:
         )
         from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-        from kdtree_engine.sglang_ext.allocators import plan_batches
+        from kdtree_engine.sglang_ext.defrag.allocators import plan_batches
 
         self.rows = ReqToTokenPool(settings.running, self.width, "cpu", enable_memory_saver=False)
         plan_batches()

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
 from kdtree_engine.fragmentation.free_runs import FreeRuns, Run
 from kdtree_engine.fragmentation.growth import Growing, Growth
-from kdtree_engine.sglang_ext.compat import evict, free_group
+from kdtree_engine.sglang_ext.defrag.releases import evict, free_group
 
 __all__ = ["RunAllocator", "SortingAllocator", "plan_batches"]
 
