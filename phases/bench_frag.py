@@ -32,6 +32,7 @@ __all__ = [
     "Churned",
     "FragBench",
     "bench_frag",
+    "churn_environment",
     "over_time",
     "requests_of",
     "rows",
@@ -167,7 +168,7 @@ def run_policy(
             stderr=said,
             text=True,
             cwd=_ROOT,
-            env=os.environ | _environment(),
+            env=os.environ | churn_environment(),
         )
         assert process.stdout is not None
         try:
@@ -256,7 +257,8 @@ def _plain(given: Traffic | Settings) -> dict[str, Any]:
     }
 
 
-def _environment() -> dict[str, str]:
+def churn_environment() -> dict[str, str]:
+    """What a process of `kdtree_engine.sglang_ext.defrag` needs beside this one's."""
     given = os.environ.get("PYTHONPATH", "")
     paths = os.pathsep.join(filter(None, (str(_ROOT / "kdtree-engine"), given)))
     return {"PYTHONPATH": paths, "TORCHDYNAMO_DISABLE": "1"}
