@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import array
 import dataclasses
+import importlib.metadata
 import json
 import sys
 import time
@@ -36,7 +37,6 @@ import torch
 
 from kdtree_engine.errors import ConfigError, MissingError
 from kdtree_engine.fragmentation.measure import measure
-from kdtree_engine.sglang_ext.compat import sglang_version
 
 __all__ = ["POLICIES", "Churn", "Settings", "main"]
 
@@ -90,7 +90,7 @@ class Churn:
     """One pool under traffic. requests: [arrival_s, prompt pieces, output, abort_after or None]."""
 
     def __init__(self, settings: Settings, requests: Sequence[Sequence[Any]]) -> None:
-        if (release := sglang_version()) != "0.5.23":
+        if (release := importlib.metadata.version("sglang")) != "0.5.23":
             raise MissingError(
                 f"SGLang {release} is not what the churn imitates",
                 remedy="name a Python with SGLang 0.5.23 in KD_SGLANG_PYTHON",
