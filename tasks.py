@@ -57,6 +57,28 @@ Exit codes:
 """
 
 
+BENCH_FRAG_EPILOG = """\
+The first table is of runs of a live request of 16,384 tokens or more, as requests arrive. The
+second is of the second half of the arrivals: the same mean, the tenth with most runs, run length in
+slots, the share of steps within 2 MiB, and the runs of all live requests. An allocation's time is
+the processor's, and is of this machine; cached is the share of prompt tokens that the cache had.
+
+\b
+  stock      frees go to the end of the free list, allocations come from its beginning
+  need_sort  SGLang's flag: freed slots wait, and are merged and sorted when an allocation is short
+  sort       the same, when idle, and once a hundredth of the pool waits
+  best_fit   each request's slots from the shortest run that has them
+  tier0      best_fit, and 64 slots reserved behind each request for its decode steps
+
+\b
+Exit codes:
+  0    no policy lost a slot, and all served the same requests
+  1    one did not, or could not be run
+  2    wrong usage or configuration
+  3    no SGLang
+"""
+
+
 BENCH_SERVE_EPILOG = """\
 The column accepted is of tokens a verification gave; two servers with trees are compared by speed
 only where it is alike. The last column says whether the tokens are those of no speculation, and
@@ -766,6 +788,154 @@ def bench_serve(
     else:
         _print_table(work.COLUMNS, work.rows(bench))
         click.echo(f"{file}; the servers' logs are in {file.with_suffix('')}")
+    ctx.exit(ExitCode.PASSED if bench.right else ExitCode.FAILED)
+
+
+@bench_group.command("frag", epilog=BENCH_FRAG_EPILOG)
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    metavar="NAME",
+    help="stock, need_sort, sort, best_fit or tier0 (default: all). Repeatable.",
+)
+@click.option("--seed", type=int, default=1, show_default=True, help="Of the requests.")
+@click.option(
+    "--requests",
+    type=click.IntRange(2),
+    default=400,
+    show_default=True,
+    help="Requests, of the trace its first.",
+)
+@click.option(
+    "--rate",
+    type=click.FloatRange(0, min_open=True),
+    default=1.5,
+    show_default=True,
+    help="Arrivals a second; exponential gaps.",
+)
+@click.option(
+    "--prompt",
+    metavar="LENGTHS",
+    default="lognormal:12288:0.5",
+    show_default=True,
+    help="Prompt tokens: fixed:N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA.",
+)
+@click.option(
+    "--output",
+    metavar="LENGTHS",
+    default="lognormal:512:0.8",
+    show_default=True,
+    help="Output tokens.",
+)
+@click.option(
+    "--shared",
+    type=click.FloatRange(0, 1),
+    default=0.5,
+    show_default=True,
+    help="Share of the prompts with a common beginning.",
+)
+@click.option(
+    "--prefixes",
+    type=click.IntRange(1),
+    default=16,
+    show_default=True,
+    help="Common beginnings.",
+)
+@click.option(
+    "--prefix", metavar="LENGTHS", default="fixed:2048", show_default=True, help="Their tokens."
+)
+@click.option(
+    "--aborts",
+    type=click.FloatRange(0, 1),
+    default=0.1,
+    show_default=True,
+    help="Share of the requests whose client leaves before the end.",
+)
+@click.option(
+    "--trace",
+    type=click.Path(exists=True, dir_okay=False, path_type=pathlib.Path),
+    help="Requests from a trace instead: Azure's CSV or Mooncake's JSON lines.",
+)
+@click.option(
+    "--pool",
+    type=click.IntRange(1024),
+    default=1_000_000,
+    show_default=True,
+    help="Slots of the KV pool.",
+)
+@click.option(
+    "--running",
+    type=click.IntRange(1),
+    default=48,
+    show_default=True,
+    help="Most requests at once.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    default=1_000_000,
+    show_default=True,
+    help="Most prefill and decode steps.",
+)
+@click.option(
+    "--every",
+    type=click.IntRange(1),
+    default=100,
+    show_default=True,
+    help="Steps between two samples.",
+)
+@_json_option
+@click.pass_context
+def bench_frag(
+    ctx: click.Context,
+    policies: tuple[str, ...],
+    seed: int,
+    requests: int,
+    rate: float,
+    prompt: str,
+    output: str,
+    shared: float,
+    prefixes: int,
+    prefix: str,
+    aborts: float,
+    trace: pathlib.Path | None,
+    pool: int,
+    running: int,
+    steps: int,
+    every: int,
+    as_json: bool,
+) -> None:
+    """Scatter of KV slots under churn, by allocation policy, on SGLang's structures; no GPU."""
+    from kdtree_engine.fragmentation.traffic import Lengths, Traffic
+    from kdtree_engine.sglang_ext.defrag.churn import Settings
+    from phases import bench_frag as work
+    from phases.serve import require_sglang
+    from phases.service import server_python
+
+    for name in policies:
+        if name not in work.POLICIES:
+            raise UnknownName("policy", name, work.POLICIES)
+    lengths = Lengths.parse(prompt), Lengths.parse(output), Lengths.parse(prefix)
+    require_sglang(server_python())
+    bench, file = work.bench_frag(
+        list(dict.fromkeys(policies)) or list(work.POLICIES),
+        Traffic(requests, rate, lengths[0], lengths[1], shared, prefixes, lengths[2], aborts),
+        Settings("stock", pool=pool, running=running, steps=steps, every=every),
+        seed=seed,
+        trace=trace,
+        checkout=_checkout(),
+        machine=_this_machine(),
+        command=["kd", *sys.argv[1:]],
+        progress=_say_timed,
+    )
+    if as_json:
+        click.echo(file.read_text(encoding="utf-8"), nl=False)
+    else:
+        _print_table(work.time_columns(bench), work.over_time(bench))
+        click.echo()
+        _print_table(work.COLUMNS, work.rows(bench))
+        click.echo(f"seed {seed}; {file}")
     ctx.exit(ExitCode.PASSED if bench.right else ExitCode.FAILED)
 
 

@@ -1,8 +1,15 @@
 """Phase 6: an allocation policy that keeps a churned KV pool contiguous, if contiguity pays."""
 
 from phases.gate import Gate, GateKind
+from phases.p6_defrag_tier0 import checks
 from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
+
+_SERVER = (
+    "kdtree-engine/kdtree_engine/sglang_ext/defrag/*.py",
+    "kdtree-engine/kdtree_engine/fragmentation/*.py",
+)
+"""What runs in the server's Python, so no import of the gates leads to all of it."""
 
 PHASE = Phase(
     number=6,
@@ -14,12 +21,18 @@ PHASE = Phase(
         Gate(
             "allocator-invariants",
             "100,000 random operations on SGLang's real allocator leak no slot and refuse none",
+            checks.allocator_invariants,
             requires=(Requirement.SGLANG,),
+            time_limit_s=1800.0,
+            data=_SERVER,
         ),
         Gate(
             "runs-per-request",
             "mean contiguous runs of a 16k request under churn, against the stock policy",
+            checks.runs_per_request,
             requires=(Requirement.SGLANG,),
+            time_limit_s=1800.0,
+            data=_SERVER,
         ),
         Gate(
             "run-length-price",

@@ -1,0 +1,10 @@
+"""KV slots in runs, on SGLang's structures; nothing of it is in a service yet.
+
+    allocators  SGLang's page-1 allocator with the policies that keep a churned pool in runs
+    releases    what differs for them between the SGLang releases that are supported
+    churn       SGLang's allocator, request pool and prefix cache under traffic, without a model
+    trial       random operations on an allocator, beside SGLang's and a model of the pool
+
+`churn` and `trial` are programs for the Python that has SGLang. SGLang is imported inside of
+functions, apart from `allocators`, which is imported where one is made.
+"""
