@@ -94,8 +94,10 @@ class TestSystemd:
         host.request["manager"].update(about)
         (tmp_path / "units").mkdir()
 
-    @pytest.mark.skipif(pathlib.Path("/run/systemd/system").is_dir(), reason="systemd runs here")
-    def test_where_none_runs(self, host: Host) -> None:
+    def test_where_none_runs(
+        self, host: Host, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(readiness, "_SYSTEMD", tmp_path / "absent")  # whatever runs here
         assert "no systemd runs there" in host.lacks()["manager"]
 
     def test_a_unit_of_somebody_else(

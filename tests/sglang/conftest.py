@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import pytest
 
 from kdtree_engine.errors import MissingError
+from phases.gate import Context
 from phases.p3_backend_wiring import checks
 from phases.service import server_sglang
 
@@ -21,3 +24,9 @@ def _sglang() -> None:
         checks.need_cpu_server()
     except MissingError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def ctx(tmp_path: pathlib.Path) -> Context:
+    """For a gate; the logs of its servers stay in `tmp_path`."""
+    return Context(seed=1, scratch=tmp_path)

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import pathlib
-
 import pytest
 
 from phases.gate import Context
 from phases.p8_ddtree import service
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
-
-@pytest.fixture
-def ctx(tmp_path: pathlib.Path) -> Context:
-    """The logs of the servers stay in `tmp_path`."""
-    return Context(seed=1, scratch=tmp_path)
 
 
 def test_greedy_tokens_are_those_of_stock_decoding(ctx: Context) -> None:

@@ -28,11 +28,6 @@ from phases.service import server_python
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 
-@pytest.fixture
-def ctx(tmp_path: pathlib.Path) -> Context:
-    return Context(seed=1, scratch=tmp_path)
-
-
 def answer(root: pathlib.Path, module: str, **environment: str) -> dict[str, Any]:
     """What a module of the CPU support prints, as JSON, in the Python that has SGLang."""
     paths = [root / "tests/support/sglang_cpu", root / "kdtree-engine"]

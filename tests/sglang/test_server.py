@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import pathlib
-
 import pytest
 
 from phases.gate import Context
 from phases.p3_backend_wiring import checks
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
-
-@pytest.fixture
-def ctx(tmp_path: pathlib.Path) -> Context:
-    """The logs of the servers stay in `tmp_path`."""
-    return Context(seed=1, scratch=tmp_path)
 
 
 def test_trees_on_the_kernel_give_the_tokens_of_stock_decoding(ctx: Context) -> None:

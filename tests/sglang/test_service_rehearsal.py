@@ -6,8 +6,6 @@ log probabilities, aborts, callers that hang up, the load that the scheduler tel
 
 from __future__ import annotations
 
-import pathlib
-
 import pytest
 
 from kdtree_engine.machine import read_machine
@@ -19,11 +17,6 @@ from phases.p4_capture_safety import service as graphs
 from phases.service_scale import CPU
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
-
-@pytest.fixture
-def ctx(tmp_path: pathlib.Path) -> Context:
-    return Context(seed=1, scratch=tmp_path)
 
 
 def test_tokens_and_traffic(ctx: Context) -> None:
