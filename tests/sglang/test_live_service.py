@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import ssh_server
+from unfit_releases import FAILS, HANGS, SEES_ALL, Break, broken
 
 from phases.recorded import draw_prompts, expected, without_speculation
 from phases.registry import find_phase, load_phases
@@ -39,25 +40,6 @@ from remote.ssh import SshTransport
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 pytest.importorskip("supervisor", reason="supervisor is not installed")
 
-BACKEND = "kdtree-engine/kdtree_engine/sglang_ext/backend.py"
-PLUGIN = "kdtree-engine/kdtree_engine/sglang_ext/plugin.py"
-SEES_ALL = (BACKEND, "mask=metadata.custom_mask,", "mask=torch.ones_like(metadata.custom_mask),")
-"""Every node sees every other one."""
-HANGS = (
-    PLUGIN,
-    "    try:\n        compat.register_backend(",
-    "    import time\n\n    print('kd test: hangs here', flush=True)\n    time.sleep(1e6)\n"
-    "    try:\n        compat.register_backend(",
-)
-"""SGLang calls this while it starts."""
-FAILS = (
-    BACKEND,
-    "        heads = layer.tp_q_head_num\n",
-    "        if mask is not None and qo_indptr.numel() > 2:\n"
-    "            raise RuntimeError('kd test: no kernel for this batch')\n"
-    "        heads = layer.tp_q_head_num\n",
-)
-"""Of several requests: SGLang's warm-up and its answers to /health are of one."""
 STALLED_S = 45.0
 ENVIRONMENT = (*CPU.environment, "KD_TEST_SECRET")
 
@@ -140,20 +122,11 @@ class Live:
         assert record is not None
         return record
 
-    def deploy(self, *broken: tuple[str, str, str]) -> str:
-        """A release of this checkout. broken: file, text and what stands there instead."""
-        before = {}
-        for name, text, instead in broken:
-            path = self.checkout / name
-            before[path] = path.read_text()
-            assert before[path].count(text) == 1, f"{name} has changed: break it in another way"
-            path.write_text(before[path].replace(text, instead))
+    def deploy(self, *breaks: Break) -> str:
+        """A release of this checkout, with these changes."""
         deployment = Deployment(self.checkout, (None, None))
-        try:
+        with broken(self.checkout, *breaks):
             placed = deployment.run(self.transport, self.host, note=self.said.append)
-        finally:
-            for path, text in before.items():
-                path.write_text(text)
         return str(placed["release"])
 
     def promote(self, release: str | None, *more: str) -> Outcome:
