@@ -539,8 +539,11 @@ def status(host_name: str | None, as_json: bool) -> None:
 
 
 def _live_status(host_name: str) -> dict[str, Any]:
-    """What is live on a host, as its promotion log, its manager and its lock say."""
+    """What is live on a host, as its promotion log, its manager, its lock and its metrics say."""
+    from kdtree_engine.fragmentation.exported import PREFIX, read_metrics
+
     host = _host(host_name)
+    assert host.service is not None
     with _live_service(host) as live:
         found = live.releases.promotions()
         shown = ("name", "release", "phase", "by", "at")
@@ -549,9 +552,13 @@ def _live_status(host_name: str) -> dict[str, Any]:
             for entry in (found["live"], found["previous"])
         )
         record = live.releases.tokens()
+        service = live.manager.status()
+        said = ""
+        if service.pid is not None:
+            said = live.releases.metrics(service.pid, host.service.port, PREFIX)
         return {
             "host": host.name,
-            "service": dataclasses.asdict(live.manager.status()),
+            "service": dataclasses.asdict(service),
             "live": now,
             "followed": found["followed"],
             "stopped": found["stopped"]
@@ -560,11 +567,14 @@ def _live_status(host_name: str) -> dict[str, Any]:
             "lock": live.releases.lock_holder(),
             "jobs": live.releases.jobs(),
             "tokens": record and {name: record.get(name) for name in ("at", "by", "server")},
+            "fragmentation": read_metrics(said, PREFIX),
             "audit": live.releases.audited(5),
         }
 
 
 def _print_live(found: dict[str, Any]) -> None:
+    from phases.report import fragmentation_lines
+
     def when(at: Any) -> str:
         if not isinstance(at, (int, float)):
             return "at an unknown time"
@@ -585,6 +595,7 @@ def _print_live(found: dict[str, Any]) -> None:
         ("lock", f"{lock['owner']}, {when(lock['at'])}: {lock['command']}" if lock else "free"),
         *(("runs", f"{job['name']}, {when(job['at'])}") for job in found["jobs"]),
         ("tokens", when(found["tokens"]["at"]) if found["tokens"] else unrecorded),
+        *(("KV slots", text) for text in fragmentation_lines(found["fragmentation"])),
     ]
     rows += [
         (

@@ -1,10 +1,14 @@
-"""From evidence to what a person reads: rows, counts, exit codes. Nothing here runs or prints."""
+"""From evidence, and from what a service exports, to what a person reads: rows, counts, exit codes.
+
+Nothing here runs or prints.
+"""
 
 from __future__ import annotations
 
 import collections
 from collections.abc import Iterable, Mapping, Sequence
 
+from kdtree_engine.fragmentation.exported import PREFIX
 from kdtree_engine.machine import Machine
 from phases.evidence import Evidence, FigureRecord, GateRecord, Record
 from phases.exit_code import ExitCode
@@ -18,6 +22,7 @@ __all__ = [
     "ending",
     "exit_code",
     "figure_text",
+    "fragmentation_lines",
     "gate_rows",
     "notes",
     "plain_table",
@@ -115,6 +120,28 @@ def figure_text(figure: FigureRecord) -> str:
     if figure.unit in (Unit.RATIO, Unit.PROBABILITY, Unit.RELATIVE_ERROR):
         return f"{figure.name} {value}"
     return f"{figure.name}: {value} {figure.unit}"
+
+
+def fragmentation_lines(metrics: Mapping[str, float]) -> list[str]:
+    """How a service's KV slots lie, from `read_metrics`; nothing where it exports no such thing."""
+
+    def told(name: str) -> float:
+        return metrics.get(f"{PREFIX}{name}", 0.0)
+
+    lines = []
+    if told("measured_requests"):
+        lines.append(
+            f"{told('mean_runs'):.0f} runs of {told('mean_run_length'):.1f} slots a request, "
+            f"{told('worst_decile_runs'):.0f} in the worst tenth; "
+            f"page locality {told('page_locality'):.3f} "
+            f"({told('measured_requests'):.0f} requests, when it decoded last)"
+        )
+    if f"{PREFIX}free_runs" in metrics:
+        lines.append(
+            f"tier0: {told('free_runs'):.0f} free runs, {told('reserved_slots'):.0f} slots "
+            f"reserved for growth, {told('allocation_waits'):.0f} allocations that waited"
+        )
+    return lines
 
 
 def status_rows(

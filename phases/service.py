@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kdtree_engine.errors import KdError
+from kdtree_engine.fragmentation.exported import read_metrics
 
 __all__ = [
     "Answer",
@@ -162,6 +163,14 @@ class Service:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise self._wrong("the load of one scheduler expected", found) from error
+
+    def metrics(self) -> dict[str, float]:
+        """What a server with `--enable-metrics` counts, by name, as `read_metrics` has it."""
+        return read_metrics(self._send("/metrics", None).decode(errors="replace"))
+
+    def flush(self) -> None:
+        """Forget every cached prefix. Raises ServiceFailed while requests run."""
+        self._send("/flush_cache", {})
 
     def _answer(self, found: Any, likely: int) -> Answer:
         try:

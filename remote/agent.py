@@ -30,6 +30,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import http.client
 import json
 import os
 import pathlib
@@ -48,6 +49,8 @@ from typing import Any
 
 _ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,99}")
 _BLOCK = 1 << 20
+_METRICS_S, _METRICS_BYTES = 5.0, 32 << 20
+"""How long a service may take to say its metrics, and how many bytes of them are looked at."""
 _JOBS_KEPT = 20
 """How many jobs that have ended keep their logs."""
 _JOB_STARTS_S = 600.0
@@ -610,6 +613,29 @@ def listens(root: str, leader: int, port: int) -> bool | None:
         except OSError:
             seen = False
     return False if seen else None
+
+
+def metrics(root: str, leader: int, port: int, prefix: str) -> dict[str, str]:
+    """What the service's `/metrics` says of the names with `prefix`, in Prometheus' text format.
+
+    Empty where it exports nothing, does not answer, or another process than the service does.
+    """
+    if listens(root, leader, port) is False:
+        return {"text": ""}
+    until = time.monotonic() + _METRICS_S
+    kept, size = [], 0
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_METRICS_S)
+    with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
+        connection.request("GET", "/metrics")
+        answer = connection.getresponse()
+        while answer.status == 200 and time.monotonic() < until and size < _METRICS_BYTES:
+            line = answer.readline(_BLOCK)
+            if not line:
+                break
+            size += len(line)
+            if line.startswith(prefix.encode()):
+                kept.append(line.decode(errors="replace"))
+    return {"text": "".join(kept)}
 
 
 def kill_group(root: str, pid: int) -> dict[str, list[int]]:
@@ -1192,6 +1218,7 @@ _DOES = {
         tokens,
         model_of,
         group_of,
+        metrics,
         kill_group,
         service_left,
         end_service_left,

@@ -232,6 +232,10 @@ class Releases:
         """name and at (Unix time) of each job that goes on right now, oldest first."""
         return list(self._ask("jobs")["jobs"])
 
+    def metrics(self, leader: int, port: int, prefix: str) -> str:
+        """What the service with process `leader` exports at `port`, of names with `prefix`."""
+        return str(self._ask("metrics", leader=leader, port=port, prefix=prefix)["text"])
+
     def audit(self, entry: Mapping[str, Any]) -> None:
         """Add to the audit log."""
         self._ask("audit", entry=entry)

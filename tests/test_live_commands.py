@@ -145,6 +145,21 @@ def test_stopped_on_purpose_and_started_again(kd: Kd, host: StandInHost) -> None
     assert kd("rollback", "--to", "a")[:2] == (0, "here: phase 3 of a is live\n")
 
 
+def test_how_kv_slots_lie_is_shown(kd: Kd, host: StandInHost) -> None:
+    """As the live service exports it: the stand-in has the figures of `METRICS`."""
+    assert json.loads(kd("status", "--host", "here", "--json")[1])["fragmentation"] == {}
+    kd("record")
+    assert kd("promote", "stock")[0] == 0
+    found = json.loads(kd("status", "--host", "here", "--json")[1])["fragmentation"]
+    assert found["kdtree:kv_mean_runs"] == 26
+    assert "sglang:num_running_reqs" not in found
+    out = " ".join(kd("status", "--host", "here")[1].split())
+    assert "26 runs of 630.2 slots a request, 52 in the worst tenth" in out
+    assert "tier0: 40 free runs, 512 slots reserved for growth, 3 allocations that waited" in out
+    kd("stop")
+    assert json.loads(kd("status", "--host", "here", "--json")[1])["fragmentation"] == {}
+
+
 def test_what_runs_there_is_shown(kd: Kd, host: StandInHost) -> None:
     host.releases.start_job("validate-20261130T000000Z-abcdef", ["sleep", "60"], {})
     shown = json.loads(kd("status", "--host", "here", "--json")[1])

@@ -1,7 +1,7 @@
 """Phase 6: an allocation policy that keeps a churned KV pool contiguous, if contiguity pays."""
 
 from phases.gate import Gate, GateKind
-from phases.p6_defrag_tier0 import checks
+from phases.p6_defrag_tier0 import checks, service
 from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
 
@@ -10,6 +10,15 @@ _SERVER = (
     "kdtree-engine/kdtree_engine/fragmentation/*.py",
 )
 """What runs in the server's Python, so no import of the gates leads to all of it."""
+_LIVE = (
+    *_SERVER,
+    "kdtree-engine/pyproject.toml",
+    "kdtree-engine/csrc/*",
+    "kdtree-engine/kdtree_engine/tables/*",
+    "kdtree-engine/kdtree_engine/sglang_ext/*.py",
+    "kdtree-engine/kdtree_engine/*.py",
+    "tests/support/sglang_cpu/*/*",
+)
 
 PHASE = Phase(
     number=6,
@@ -42,8 +51,12 @@ PHASE = Phase(
         ),
         Gate(
             "churn-service-token-exact",
-            "a live service under churn gives the tokens of the stock one",
-            requires=(Requirement.SERVICE,),
+            "ten minutes of mixed traffic in a full pool: Tier 0 gives the tokens of stock",
+            service.churn_tokens,
+            requires=(Requirement.SGLANG,),
+            time_limit_s=2700.0,
+            data=_LIVE,
+            token_exact=True,
         ),
     ),
     profile=ServiceProfile(

@@ -20,7 +20,10 @@ from phases.p3_backend_wiring.speed import eager_speed
 from phases.p4_capture_safety import PHASE
 from phases.p4_capture_safety import service as graphs
 from phases.p4_capture_safety.speed import graph_speed
+from phases.p6_defrag_tier0 import PHASE as CHURN
+from phases.p6_defrag_tier0 import service as churn
 from phases.service import ServiceFailed
+from phases.service_mixed import LONGEST_TRAFFIC_S, traffic_seconds
 
 
 @pytest.fixture
@@ -33,7 +36,12 @@ def eager(ctx: Context, start: FakeStart) -> Any:
 
 
 def in_graphs(ctx: Context, start: FakeStart) -> Any:
-    return graphs.graph_tokens(ctx, scale=SCALE, start=start, seconds=0.3)
+    return graphs.graph_tokens(ctx, scale=SCALE, start=start, seconds=1.0)
+
+
+def churned(ctx: Context, start: FakeStart) -> Any:
+    small = churn.Churn(SCALE, slots=500, longest=40)
+    return churn.churn_tokens(ctx, start=start, seconds=1.0, churn=small)
 
 
 @pytest.mark.parametrize("gate", [eager, in_graphs])
@@ -81,6 +89,42 @@ def test_servers_that_agree_in_no_answer_at_all_fail(
     with pytest.raises(GateFailure, match=says) as caught:
         gate(ctx, FakeStart(fault))
     assert caught.value.kind is FailureKind.TOKEN_MISMATCH
+
+
+def test_tier0_under_churn_passes(ctx: Context) -> None:
+    """Both servers are asked for Tier 0, which one on the kernel takes; their pool is small."""
+    start = FakeStart()
+    found = {figure.name: figure.value for figure in churned(ctx, start)}
+    assert found["slots evicted"] == 1e6
+    assert found["mean runs"] == 2
+    assert found["answers that wrong slots change"] == 4
+    assert found["traffic: requests"] > 0
+    assert found["traffic: others refused"] == 0
+    assert [environment["KDTREE_DEFRAG"] for _, environment in start.started] == ["tier0"] * 2
+    for arguments, _ in start.started:
+        assert arguments[-3:] == ("--enable-metrics", "--max-total-tokens", "500")
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "says"),
+    [
+        ("late token", FailureKind.TOKEN_MISMATCH, "answers differ beyond rounding"),
+        ("leaks", FailureKind.NUMERICAL, "KV slots are in use with no request"),
+        ("breaks", FailureKind.LAUNCH, "traffic: no answer from the server: 500"),
+        ("no tier0", FailureKind.LAUNCH, "its log does not say 'defrag: tier0'"),
+        ("no eviction", FailureKind.LAUNCH, "0 slots were evicted, expected more than the pool's"),
+        ("no gauge", FailureKind.LAUNCH, "no gauge of fragmentation was exported"),
+        ("right slots", FailureKind.TOKEN_MISMATCH, "wrong slots change no token"),
+    ],
+)
+def test_what_churn_refuses(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch, fault: str, kind: FailureKind, says: str
+) -> None:
+    monkeypatch.setattr("phases.service_traffic._IDLE_LIMIT_S", 0.1)
+    small = churn.Churn(SCALE, slots=500, longest=40)
+    with pytest.raises(GateFailure, match=says) as caught:
+        churn.churn_tokens(ctx, start=FakeStart(fault), seconds=1.0, churn=small)
+    assert caught.value.kind is kind
 
 
 def test_what_traffic_is_held_against_must_be_whole(
@@ -245,15 +289,17 @@ def test_one_after_the_other_finds_the_same(ctx: Context) -> None:
 
 def test_how_long_the_traffic_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KD_TRAFFIC_S", raising=False)
-    assert graphs.traffic_seconds() == 600
+    assert traffic_seconds() == 600
     monkeypatch.setenv("KD_TRAFFIC_S", "45")
-    assert graphs.traffic_seconds() == 45
+    assert traffic_seconds() == 45
     (gate,) = (gate for gate in PHASE.gates if gate.check is graphs.graph_tokens)
-    assert gate.time_limit_s / 2 >= graphs.LONGEST_TRAFFIC_S
+    assert gate.time_limit_s / 2 >= LONGEST_TRAFFIC_S
+    (gate,) = (gate for gate in CHURN.gates if gate.check is churn.churn_tokens)
+    assert gate.time_limit_s >= LONGEST_TRAFFIC_S + 600
     for wrong in ("soon", "0", "nan", "86400"):
         monkeypatch.setenv("KD_TRAFFIC_S", wrong)
         with pytest.raises(ConfigError, match="KD_TRAFFIC_S: expected seconds"):
-            graphs.traffic_seconds()
+            traffic_seconds()
 
 
 def test_speeds_are_held_against_their_bars(ctx: Context) -> None:

@@ -69,8 +69,11 @@ class FakeStart:
         name = f"{backend}{'-trees' if trees else ''}"
         if f"{name} does not start" in self.faults:
             raise ServiceFailed("the server ended before it was healthy\nno such thing")
+        line = LINE
+        if environment.get("KDTREE_DEFRAG") == "tier0" and "no tier0" not in self.faults:
+            line = line.replace("\n", "; defrag: tier0\n")
         log.write_text(
-            LINE if backend == "kdtree_mla" and "silent" not in self.faults else "well\n"
+            line if backend == "kdtree_mla" and "silent" not in self.faults else "well\n"
         )
         nodes = 1
         if trees:
@@ -92,6 +95,7 @@ class FakeService:
         self._lock = threading.Lock()
         self._leaked = 0
         self._seen: set[tuple[Tokens, int]] = set()
+        self._flushed = False
 
     def answers(
         self,
@@ -121,6 +125,21 @@ class FakeService:
             raise ServiceFailed("no answer from the server: 404")
         if "no abort" not in self.faults:
             self._aborted.add(name)
+
+    def metrics(self) -> dict[str, float]:
+        evicted = 0.0 if "no eviction" in self.faults else 1e6
+        runs = {} if "no gauge" in self.faults else {"kdtree:kv_mean_runs": 2.0}
+        return {"sglang:evicted_tokens_total": evicted, **runs}
+
+    def flush(self) -> None:
+        self._flushed = True
+
+    def generate(self, prompts: Sequence[Tokens], new_tokens: int) -> list[Tokens]:
+        """Wrong after a flush, as that is where a gate has asked for wrong slots."""
+        found = [answer.tokens for answer in self.answers(prompts, new_tokens)]
+        if not self._flushed or "right slots" in self.faults:
+            return found
+        return [(*tokens[:-1], tokens[-1] + 1) for tokens in found]
 
     def load(self) -> Load:
         return Load(requests=0, used_slots=self._leaked, slots=1000, graph_bytes=1e6)

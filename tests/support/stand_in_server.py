@@ -20,6 +20,17 @@ import sys
 import time
 
 _LATER_S = 2.0
+METRICS = """# TYPE kdtree:kv_mean_runs gauge
+kdtree:kv_mean_runs{tp_rank="0"} 26.0
+kdtree:kv_worst_decile_runs{tp_rank="0"} 52.0
+kdtree:kv_mean_run_length{tp_rank="0"} 630.25
+kdtree:kv_page_locality{tp_rank="0"} 0.9983
+kdtree:kv_measured_requests{tp_rank="0"} 16.0
+kdtree:kv_free_runs{tp_rank="0"} 40.0
+kdtree:kv_reserved_slots{tp_rank="0"} 512.0
+kdtree:kv_allocation_waits{tp_rank="0"} 3.0
+sglang:num_running_reqs{tp_rank="0"} 16.0
+"""
 _SLOW_S = 3.0
 
 
@@ -47,6 +58,9 @@ def main() -> None:
             waits = behaviour == "silent" or (
                 behaviour == "slow" and time.monotonic() - begun < _SLOW_S
             )
+            if self.path == "/metrics":
+                self._send(200, METRICS.encode())
+                return
             self._say(503 if waits else 200, {"version": "0.0"})
 
         def do_POST(self) -> None:
@@ -68,7 +82,9 @@ def main() -> None:
             self._say(200, answers)
 
         def _say(self, status: int, said: object) -> None:
-            body = json.dumps(said).encode()
+            self._send(status, json.dumps(said).encode())
+
+        def _send(self, status: int, body: bytes) -> None:
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

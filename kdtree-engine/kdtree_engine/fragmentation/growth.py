@@ -88,12 +88,17 @@ class Growth:
         return taken
 
     def extend_all(self, wanted: Sequence[Growing]) -> list[Run]:
-        """`extend` for each, in order; ValueError where fewer slots are free than all want."""
+        """`extend` for each, in order, but for those that want none.
+
+        ValueError where fewer slots are free than all want.
+        """
         total = sum(count for _, _, count in wanted)
         if total > self.free:
             raise ValueError(f"{total} slots of {self.free}")
         taken: list[Run] = []
         for name, held, count in wanted:
+            if not count:
+                continue  # a verify pass reserves ahead, and not for every request each time
             tail = self._tails.get(name)
             if tail is not None and tail.held == held and tail.ahead > count:
                 # What nearly every request of a decode batch does, without a call of its own.

@@ -32,6 +32,7 @@ from kdtree_engine.sglang_ext.prompt_ends import given_ends, is_given_ends
 __all__ = [
     "SUPPORTED",
     "add_flags",
+    "around_allocator",
     "attention_backends",
     "can_register_algorithms",
     "capture_blocks",
@@ -63,6 +64,10 @@ _CHOICES = {"0.5.17": "sglang.srt.server_args", "0.5.23": "sglang.srt.arg_groups
 _TRITON = "sglang.srt.layers.attention.triton_backend"
 _HOOKS = "sglang.srt.plugins.hook_registry"
 _DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils:DraftBackendFactory._create_backend"
+_ALLOCATOR = (
+    "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+    "._build_token_to_kv_pool_allocator"
+)
 _NAMES = (
     "sglang.srt.layers.attention.attention_registry:register_attention_backend",
     f"{_TRITON}:TritonAttnBackend.forward_extend",
@@ -187,6 +192,22 @@ def draft_on_triton(name: str) -> None:
         backends.setdefault(name, backends["triton"])
 
     register(_DRAFT_BACKENDS.replace(":", "."), as_triton, before)
+
+
+def around_allocator(hook: Callable[..., Any]) -> None:
+    """Have `hook(stock, configurator, **arguments)` make what allocates the slots of a KV pool.
+
+    Raises MissingError without a registry of hooks. Where SGLang lacks the function it says so in
+    its log and goes on: whoever needs the hook must look at the allocator.
+    """
+    register = _found(f"{_HOOKS}:HookRegistry.register")
+    around = _found(f"{_HOOKS}:HookType.AROUND")
+    if register is None or around is None:
+        raise MissingError(
+            f"KDTREE_DEFRAG needs {_HOOKS}:HookRegistry, which this SGLang lacks",
+            remedy="unset KDTREE_DEFRAG",
+        )
+    register(_ALLOCATOR, hook, around)
 
 
 def write_location(version: str, forward_batch: Any, metadata: Any) -> Any:

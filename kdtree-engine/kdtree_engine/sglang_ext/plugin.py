@@ -9,6 +9,7 @@ wrong ends the server there; a server that was not asked for `kdtree_mla` is lef
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any, NoReturn
 
 from kdtree_engine.errors import KdError
@@ -35,6 +36,10 @@ def register() -> None:
             from kdtree_engine.sglang_ext import ddtree
 
             ddtree.register()
+        if os.environ.get("KDTREE_DEFRAG") == "tier0":
+            from kdtree_engine.sglang_ext.defrag import service
+
+            service.offer(NAME)
     except KdError as error:
         _log.error("%s", error)
 

@@ -68,7 +68,17 @@ VARIABLES = (
         "KDTREE_DDTREE_ADAPTIVE",
         "DDTREE: verify as many nodes a round as pay for their time, up to the budget",
     ),
-    Variable("KDTREE_DEFRAG", "defragmentation tier of the KV pool", ("off",), "off"),
+    Variable(
+        "KDTREE_DEFRAG",
+        "tier0: the KV pool's slots are given out in runs, and reserved in chunks for growth",
+        ("off", "tier0"),
+        "off",
+    ),
+    Variable(
+        "KDTREE_GAUGES",
+        "with --enable-metrics: fragmentation of the KV pool as Prometheus gauges, kdtree:kv_*",
+        default="1",
+    ),
     Variable("KDTREE_LIBRARY", "path of the kernel library to load", (), ""),
     Variable("KDTREE_TREES_LIBRARY", "path of the draft tree library to load", (), ""),
     Variable("KDTREE_WGMMA", "sm_90: take the wgmma kernels, or those on mma.sync", default=""),
@@ -88,11 +98,13 @@ class Settings:
     ddtree_budget: int | None = None
     ddtree_top_k: int = 8
     ddtree_adaptive: bool = False
+    tier0: bool = False
+    gauges: bool = True
 
     @property
     def stock(self) -> bool:
         """Nothing is switched on."""
-        return not (self.verify or self.decode or self.graph_buffers)
+        return not (self.verify or self.decode or self.graph_buffers or self.tier0)
 
 
 def read_settings(environment: Mapping[str, str]) -> tuple[Settings, list[str]]:
@@ -134,6 +146,8 @@ def read_settings(environment: Mapping[str, str]) -> tuple[Settings, list[str]]:
         ddtree_budget=int(given["KDTREE_DDTREE_BUDGET"] or 0) or None,
         ddtree_top_k=int(given["KDTREE_DDTREE_TOPK"]),
         ddtree_adaptive=given["KDTREE_DDTREE_ADAPTIVE"] == "1",
+        tier0=given["KDTREE_DEFRAG"] == "tier0",
+        gauges=given["KDTREE_GAUGES"] == "1",
     )
     return settings, warnings
 

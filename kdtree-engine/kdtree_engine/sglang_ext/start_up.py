@@ -18,6 +18,7 @@ import torch
 from kdtree_engine.arguments import HEAD_DIM, LATENT_DIM, MAX_NODES
 from kdtree_engine.errors import ConfigError
 from kdtree_engine.sglang_ext import compat
+from kdtree_engine.sglang_ext.defrag import gauges, service
 from kdtree_engine.sglang_ext.plugin import NAME
 from kdtree_engine.sglang_ext.settings import Settings, read_settings
 
@@ -55,6 +56,12 @@ def made(runner: Any) -> Any:
             remedy="change that, or choose --attention-backend triton",
         )
     library = _library(runner)
+    if settings.tier0 and (problem := service.problem(runner.token_to_kv_pool_allocator)):
+        raise ConfigError(
+            f"KDTREE_DEFRAG=tier0: {problem}", remedy="change that, or unset KDTREE_DEFRAG"
+        )
+    if settings.gauges:
+        gauges.export()
     if settings.stock:
         _log.warning("kdtree_mla: every KDTREE_ variable is off: this is SGLang's Triton backend")
         return TritonAttnBackend(runner)
@@ -237,7 +244,7 @@ def _line(
         f"masks: {'T x T' if qlen else 'stock'}; "
         f"n-gram prompts: {'ends' if ends else 'stock'}; "
         f"graph buffers: {'max_batch x max_context' if settings.graph_buffers else 'stock'}; "
-        f"defrag: off; left to triton: {left or 'no layer'}"
+        f"defrag: {'tier0' if settings.tier0 else 'off'}; left to triton: {left or 'no layer'}"
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdtree_engine.fragmentation.measure import ROWS_PER_PAGE, measure
+from kdtree_engine.fragmentation.measure import ROWS_PER_PAGE, Fragmentation, measure, steps_of
 
 EDGE = ROWS_PER_PAGE
 
@@ -76,3 +76,15 @@ def test_nothing_live_is_no_division_by_zero() -> None:
 def test_other_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="lengths"):
         measure(torch.zeros(2, 3), torch.zeros(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@given(slots=st.lists(st.integers(1, 3 * EDGE), max_size=12))
+def test_one_row_without_its_length(dtype: torch.dtype, slots: list[int]) -> None:
+    """What a server measures, row by row, is what `measure` finds of them."""
+    steps = steps_of(torch.tensor(slots, dtype=dtype))
+    breaks, near = steps[None].unbind(1)
+    found = Fragmentation.of(torch.tensor([len(slots)]), breaks, near)
+    runs, locality = by_definition(slots)
+    assert found.runs.tolist() == [runs]
+    assert found.page_locality.tolist() == [pytest.approx(locality)]

@@ -21,6 +21,8 @@ def test_each_switch_switches_one_thing() -> None:
     assert not read_settings({"KDTREE_VERIFY": "0"})[0].verify
     assert read_settings({"KDTREE_DECODE": "1"})[0].decode
     assert not read_settings({"KDTREE_GRAPH_BUFFERS": "0"})[0].graph_buffers
+    assert read_settings({"KDTREE_DEFRAG": "tier0"})[0].tier0
+    assert not read_settings({"KDTREE_GAUGES": "0"})[0].gauges
     assert read_settings({"KDTREE_DECODE": ""})[0] == Settings()  # empty is unset
 
 
@@ -28,6 +30,7 @@ def test_all_off_is_stock() -> None:
     off = {"KDTREE_VERIFY": "0", "KDTREE_DECODE": "0", "KDTREE_GRAPH_BUFFERS": "0"}
     assert read_settings(off)[0].stock
     assert not read_settings(off | {"KDTREE_GRAPH_BUFFERS": "1"})[0].stock
+    assert not read_settings(off | {"KDTREE_DEFRAG": "tier0"})[0].stock
 
 
 @pytest.mark.parametrize(
@@ -35,7 +38,8 @@ def test_all_off_is_stock() -> None:
     [
         ("KDTREE_VERIFY", "yes", "KDTREE_VERIFY: expected 0 or 1, got 'yes'"),
         ("KDTREE_WGMMA", "2", "KDTREE_WGMMA: expected 0 or 1, got '2'"),
-        ("KDTREE_DEFRAG", "tier0", "KDTREE_DEFRAG: expected off, got 'tier0'"),
+        ("KDTREE_DEFRAG", "tier1", "KDTREE_DEFRAG: expected off or tier0, got 'tier1'"),
+        ("KDTREE_GAUGES", "on", "KDTREE_GAUGES: expected 0 or 1, got 'on'"),
         # The kernel library takes it as it stands, and would not hear it.
         ("KDTREE_WGMMA", "1 ", "KDTREE_WGMMA: '1 ' begins or ends with a space"),
         ("KDTREE_LIBRARY", " /lib.so", "KDTREE_LIBRARY: ' /lib.so' begins or ends with a space"),

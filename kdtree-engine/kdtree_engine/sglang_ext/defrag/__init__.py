@@ -1,7 +1,10 @@
-"""KV slots in runs, on SGLang's structures; nothing of it is in a service yet.
+"""KV slots in runs, on SGLang's structures.
 
     allocators  SGLang's page-1 allocator with the policies that keep a churned pool in runs
-    releases    what differs for them between the SGLang releases that are supported
+    service     Tier 0 where a server makes its KV pool
+    gauges      fragmentation of a server's pool, for Prometheus
+    host_copy   a tensor on its way to the host
+    releases    what differs here between the SGLang releases that are supported
     churn       SGLang's allocator, request pool and prefix cache under traffic, without a model
     trial       random operations on an allocator, beside SGLang's and a model of the pool
 

@@ -20,7 +20,12 @@ from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
 from kdtree_engine.fragmentation.free_runs import FreeRuns, Run
 from kdtree_engine.fragmentation.growth import Growing, Growth
-from kdtree_engine.sglang_ext.defrag.releases import evict, free_group
+from kdtree_engine.sglang_ext.defrag.host_copy import HostCopy
+from kdtree_engine.sglang_ext.defrag.releases import (
+    evict,
+    free_group,
+    speculative_modules,
+)
 
 __all__ = ["RunAllocator", "SortingAllocator", "plan_batches"]
 
@@ -173,23 +178,14 @@ class _Arriving:
 
     def __init__(self, slots: torch.Tensor) -> None:
         self.count = slots.numel()
-        self._event: Any = None
-        if slots.device.type == "cpu":
-            self._host = slots.clone()  # a view of a table's row would change under way
-            return
-        self._host = torch.empty(self.count, dtype=slots.dtype, pin_memory=True)
-        self._host.copy_(slots, non_blocking=True)
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record()
+        self._copy = HostCopy(slots)
 
     def runs(self) -> list[Run]:
         """In the order of the slots, unsorted: where two touch, they merge as they are freed.
 
         Waits for the copy, if it is not over.
         """
-        if self._event is not None:
-            self._event.synchronize()
-        slots = self._host.numpy()
+        slots = self._copy.tensor().numpy()
         breaks = numpy.flatnonzero(numpy.diff(slots) != 1) + 1
         first = numpy.concatenate(([0], breaks))
         lengths = numpy.diff(numpy.append(first, self.count))
@@ -197,9 +193,12 @@ class _Arriving:
 
 
 def plan_batches() -> None:
-    """Let SGLang's batches tell a RunAllocator what their slots are for. Once a process."""
+    """Let SGLang's batches tell a RunAllocator what their slots are for; more calls do nothing."""
     from sglang.srt.managers import schedule_batch
     from sglang.srt.mem_cache import allocation
+
+    if hasattr(schedule_batch.alloc_for_extend, "_kdtree_announced"):
+        return
 
     def extend(batch: Any) -> list[Growing]:
         names = (req.rid for req in batch.reqs)
@@ -208,9 +207,20 @@ def plan_batches() -> None:
     def decode(batch: Any, token_per_req: int) -> list[Growing]:
         return [(req.rid, req.kv.kv_allocated_len, token_per_req) for req in batch.reqs]
 
+    def verify(
+        _: Any, __: Any, *, reqs: Any, cur_kv_lens_cpu: Any, nxt_kv_lens_cpu: Any, **___: Any
+    ) -> list[Growing]:
+        held, wanted = cur_kv_lens_cpu.tolist(), nxt_kv_lens_cpu.tolist()
+        return [
+            (req.rid, has, then - has) for req, has, then in zip(reqs, held, wanted, strict=True)
+        ]
+
     stock = schedule_batch.alloc_for_extend, schedule_batch.alloc_for_decode
     schedule_batch.alloc_for_extend = _announced(stock[0], extend, grows=False)
     schedule_batch.alloc_for_decode = _announced(stock[1], decode, grows=True)
+    for module in speculative_modules():
+        stock_of = module.alloc_for_spec_decode
+        module.alloc_for_spec_decode = _announced(stock_of, verify, grows=True)
     if hasattr(TokenToKVPoolAllocator, "evict_to_free_tokens"):
         return
     for module in (schedule_batch, allocation):
@@ -233,15 +243,21 @@ def _sparing(stock: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
 def _announced(
     stock: Callable[..., Any], plan: Callable[..., list[Growing]], *, grows: bool
 ) -> Callable[..., Any]:
+    """`stock`, of a batch or of a prefix cache, which both know the allocator.
+
+    grows: whether all that decode now are in the plan, so that no other keeps a reserve.
+    """
+
     @functools.wraps(stock)
-    def announced(batch: Any, *given: Any, **named: Any) -> Any:
-        allocator = batch.token_to_kv_pool_allocator
+    def announced(holder: Any, *given: Any, **named: Any) -> Any:
+        allocator = holder.token_to_kv_pool_allocator
         if not isinstance(allocator, RunAllocator):
-            return stock(batch, *given, **named)
-        wanted = plan(batch, *given, **named)
+            return stock(holder, *given, **named)
+        wanted = plan(holder, *given, **named)
         if grows:
             allocator.growth.keep_only({name for name, _, _ in wanted})
         with allocator.planned(wanted):
-            return stock(batch, *given, **named)
+            return stock(holder, *given, **named)
 
+    announced._kdtree_announced = True  # type: ignore[attr-defined]
     return announced

@@ -4,13 +4,17 @@ difference                        0.5.17                      0.5.23
 an open group of frees            not is_not_in_free_group    free_group is a list
 what evicts for an allocation     evict_from_tree_cache       the allocator itself
 a cache that shares prefixes      not is_chunk_cache()        supports_prefix_sharing()
+a request's row and its length    fields of the request       fields of its `kv`
+backends of prefill and decode    of the server's arguments   of the process
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from typing import Any
 
-__all__ = ["evict", "free_group"]
+__all__ = ["backends", "evict", "free_group", "row_of", "speculative_modules"]
 
 
 def free_group(allocator: Any) -> list[Any] | None:
@@ -32,3 +36,29 @@ def evict(tree_cache: Any, count: int) -> None:
             tree_cache.evict_for_alloc(EvictParams(num_tokens=count))
     elif not tree_cache.is_chunk_cache():
         tree_cache.evict(EvictParams(num_tokens=count))
+
+
+def row_of(request: Any) -> tuple[int, int]:
+    """A request's row of the request table, and how many of its slots hold tokens for good."""
+    if hasattr(request, "req_pool_idx"):
+        return request.req_pool_idx, request.kv_committed_len
+    return request.kv.req_pool_idx, request.kv.kv_committed_len
+
+
+def backends(configurator: Any) -> tuple[str, str]:
+    """The backends that this process prefills and decodes with. configurator: of its KV pool."""
+    arguments = configurator.server_args
+    if hasattr(arguments, "get_attention_backends"):
+        prefill, decode = arguments.get_attention_backends()
+    else:
+        from sglang.srt.runtime_context import attention_backends
+
+        prefill, decode = attention_backends()
+    return prefill, decode
+
+
+def speculative_modules() -> list[Any]:
+    """The modules that reserve slots for a verify pass, each with a name of its own for it."""
+    names = ("dflash_info_v2", "eagle_utils", "uno_info")
+    paths = [f"sglang.srt.speculative.{name}" for name in names]
+    return [importlib.import_module(path) for path in paths if importlib.util.find_spec(path)]

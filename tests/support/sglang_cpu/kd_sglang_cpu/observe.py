@@ -3,6 +3,8 @@
 KD_TEST_OBSERVED   a JSON file that is kept up to date with the counts
 KD_TEST_WRONG_MASK a file; while it is there, every node sees every node of its tree: the tokens
                    must come out wrong
+KD_TEST_WRONG_SLOTS a file; while it is there, a prompt's KV is written to other slots of its own
+                   than are read: the tokens must come out wrong
 """
 
 from __future__ import annotations
@@ -71,6 +73,24 @@ def _watch(backend: Any, *_: Any, **__: Any) -> None:
     cls._attend = observed
     cls._kd_watched = True
     _watch_ddtree()
+    _watch_slots()
+
+
+def _watch_slots() -> None:
+    """Where wrong slots may be asked for, have the scheduler's prefill write to them."""
+    if "KD_TEST_WRONG_SLOTS" not in os.environ:
+        return
+    from sglang.srt.managers import schedule_batch
+
+    stock = schedule_batch.alloc_for_extend
+
+    def written(batch: Any, *given: Any, **named: Any) -> Any:
+        slots, *rest = stock(batch, *given, **named)
+        if pathlib.Path(os.environ["KD_TEST_WRONG_SLOTS"]).exists():
+            slots = slots.roll(1)
+        return slots, *rest
+
+    schedule_batch.alloc_for_extend = written
 
 
 def _watch_ddtree() -> None:

@@ -1,0 +1,143 @@
+"""Phase 6 in the live service: Tier 0 under churn, for the tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from kdtree_engine.fragmentation.exported import PREFIX
+from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
+from phases.service import Answer, serving
+from phases.service_compared import Turn, compared
+from phases.service_mixed import MixedTraffic
+from phases.service_scale import CPU, GPU, Scale, Start, kernel, plain
+from phases.service_tokens import demand, figures_of
+
+__all__ = ["Churn", "churn_tokens"]
+
+_NODES = 9
+_ROUNDING_S = {torch.float32: 30.0}
+"""Of the reference's own traffic at most, where its tokens hardly move."""
+_SPOILED, _SPOILED_TOKENS = 4, 12
+"""The longest prompts, and how many tokens of each: where slots that are not read show."""
+_SAYS = "defrag: tier0"
+_EVICTED = "sglang:evicted_tokens_total"
+_SHOWN = ("mean_runs", "worst_decile_runs", "mean_run_length", "allocation_waits")
+
+
+@dataclasses.dataclass(frozen=True)
+class Churn:
+    """What churns a pool of `slots`: prompts of up to `longest` tokens, more than it can hold."""
+
+    scale: Scale
+    slots: int
+    longest: int
+
+
+_ON_CPU = Churn(CPU, slots=768, longest=160)
+_ON_GPU = Churn(
+    dataclasses.replace(GPU, lengths=(1024, 4096), batches=(1, 4)), slots=24_576, longest=8192
+)
+
+
+def churn_tokens(
+    ctx: Context,
+    *,
+    start: Start = serving,
+    seconds: float | None = None,
+    churn: Churn | None = None,
+) -> list[Figure]:
+    """Ten minutes of mixed traffic in a pool that is always full: Tier 0's tokens are stock's.
+
+    Two servers: stock Triton without speculation, on SGLang's allocator; and trees on the kernel,
+    on Tier 0, whose slots come and go with accepted tokens, aborts and evictions. On a CPU, the
+    latter then answers once more while it writes to other slots than it reads, which must show.
+    seconds: of traffic, for a rehearsal; None: as the gate is run.
+    """
+    on_gpu = torch.cuda.is_available()
+    churn = churn or (_ON_GPU if on_gpu else _ON_CPU)
+    spoils = None if churn.scale.device.type == "cuda" else ctx.scratch / "wrong-slots"
+    metrics: dict[str, float] = {}
+    different: list[int] = []
+
+    def after(turn: Turn, expected: Sequence[Answer]) -> None:
+        metrics.update(turn.service.metrics())
+        if spoils is not None:
+            different.append(_spoiled(turn, traffic.prompts, expected, spoils))
+
+    traffic = MixedTraffic(
+        ctx,
+        churn.scale,
+        kernel(_NODES),
+        seconds=seconds,
+        most_rounding_s=_ROUNDING_S.get(churn.scale.dtype),
+        longest=churn.longest,
+        after=after,
+    )
+    environment = {"KDTREE_DEFRAG": "tier0"}
+    if spoils is not None:
+        environment["KD_TEST_WRONG_SLOTS"] = str(spoils)
+    found = traffic.ask(
+        (plain(), kernel(_NODES)),
+        graphs=churn.scale.graphs,
+        start=start,
+        more=("--enable-metrics", "--max-total-tokens", str(churn.slots)),
+        environment=environment,
+    )
+    comparisons, bounds, figures = compared(found, scale=churn.scale)
+    mixed, mixed_figures = traffic.judged(bounds)
+    comparisons += mixed
+    figures = [
+        *figures_of(comparisons, bounds),
+        *figures,
+        *mixed_figures,
+        *_shown(metrics),
+        *(Figure("answers that wrong slots change", one, Unit.COUNT) for one in different),
+    ]
+    demand(*comparisons, figures=figures)
+    traffic.demand(figures)
+    if _SAYS not in found[kernel(_NODES)].log:
+        raise GateFailure(FailureKind.LAUNCH, f"its log does not say '{_SAYS}'", figures)
+    if not metrics.get(_EVICTED, 0) > churn.slots:
+        raise GateFailure(
+            FailureKind.LAUNCH,
+            f"{metrics.get(_EVICTED, 0):g} slots were evicted, expected more than the pool's "
+            f"{churn.slots}: it was not churned",
+            figures,
+        )
+    if f"{PREFIX}mean_runs" not in metrics:
+        raise GateFailure(FailureKind.LAUNCH, "no gauge of fragmentation was exported", figures)
+    if spoils is not None and not any(different):
+        raise GateFailure(
+            FailureKind.TOKEN_MISMATCH,
+            "wrong slots change no token: the check sees nothing",
+            figures,
+        )
+    return figures
+
+
+def _spoiled(
+    turn: Turn, prompts: Sequence[tuple[int, ...]], expected: Sequence[Answer], spoils: pathlib.Path
+) -> int:
+    """How many answers differ where KV is written to other slots than are read."""
+    turn.note("wrong slots")
+    turn.service.flush()
+    spoils.touch()
+    longest = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))[-_SPOILED:]
+    tokens = turn.service.generate([prompts[number] for number in longest], _SPOILED_TOKENS)
+    return sum(
+        got != expected[number].tokens[:_SPOILED_TOKENS]
+        for number, got in zip(longest, tokens, strict=True)
+    )
+
+
+def _shown(metrics: Mapping[str, float]) -> list[Figure]:
+    named = {_EVICTED: "slots evicted", **{f"{PREFIX}{name}": name for name in _SHOWN}}
+    return [
+        Figure(what.replace("_", " "), metrics[name], Unit.COUNT)
+        for name, what in named.items()
+        if name in metrics
+    ]
