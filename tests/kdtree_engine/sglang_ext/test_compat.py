@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 import types
 from typing import Any
 
 import pytest
+from stand_in_modules import without_sglang
 
 from kdtree_engine.errors import MissingError
 from kdtree_engine.sglang_ext import compat, plugin
@@ -19,20 +19,7 @@ HOMES = {"0.5.17": "sglang.srt.server_args", "0.5.23": "sglang.srt.arg_groups.ch
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`modules("a.b", name=...)` puts a module there; SGLang itself is hidden."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "sglang", None)
-
-    def add(name: str, **contents: Any) -> types.ModuleType:
-        parts = name.split(".")
-        for count in range(1, len(parts) + 1):
-            prefix = ".".join(parts[:count])
-            if sys.modules.get(prefix) is None:
-                monkeypatch.setitem(sys.modules, prefix, types.ModuleType(prefix))
-        vars(sys.modules[name]).update(contents)
-        return sys.modules[name]
-
-    return add
+    return without_sglang(monkeypatch)
 
 
 def registering(modules: Any, release: str) -> tuple[list[str], dict[str, Any]]:
