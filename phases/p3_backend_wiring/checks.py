@@ -244,6 +244,12 @@ REFUSALS = (
         environment={"KDTREE_DECODE": "maybe"},
     ),
     Refusal(
+        "other-pages",
+        "KDTREE_DEFRAG=tier0: the KV pool has a PagedTokenToKVPoolAllocator with pages of 16",
+        arguments=("--page-size", "16"),
+        environment={"KDTREE_DEFRAG": "tier0"},
+    ),
+    Refusal(
         "other-model",
         "kv_lora_rank 256 and qk_rope_head_dim 64, expected 512 and 64",
         latent=256,

@@ -1,19 +1,10 @@
-"""Which runs are taken, and 100,000 random operations against a set of slots."""
+"""Which runs are taken, and what is made of those that are freed."""
 
 from __future__ import annotations
-
-import itertools
-import random
-import time
 
 import pytest
 
 from kdtree_engine.fragmentation.free_runs import FreeRuns, Run
-from kdtree_engine.fragmentation.growth import Growth
-
-
-def slots(runs: list[Run]) -> list[int]:
-    return [slot for start, length in runs for slot in range(start, start + length)]
 
 
 def pool(*runs: Run) -> FreeRuns:
@@ -54,88 +45,3 @@ def test_a_slot_is_not_freed_twice() -> None:
     for again in ((10, 2), (13, 2)):
         with pytest.raises(ValueError, match="already"):
             free.give(*again)
-
-
-def test_growth_stays_in_place() -> None:
-    growth = Growth(FreeRuns(1, 1000), chunk=8)
-    rows: dict[str, list[int]] = {"a": slots(growth.extend("a", 0, 20))}
-    rows["b"] = slots(growth.extend("b", 0, 20))
-    for _ in range(40):
-        for name, row in rows.items():
-            row += slots(growth.extend(name, len(row), 1))
-    for row in rows.values():
-        breaks = sum(after != before + 1 for before, after in itertools.pairwise(row))
-        assert breaks <= 40 / 8
-    assert growth.free == 1000 - 120
-
-
-def test_reserves_are_given_back_before_an_allocation_fails() -> None:
-    growth = Growth(FreeRuns(1, 100), chunk=64)
-    growth.extend("a", 0, 10)
-    assert growth.reserved
-    assert growth.free == 90
-    assert sorted(slots(growth.take(90))) == list(range(11, 101))
-    assert growth.free == growth.reserved == 0
-
-
-def test_an_ended_request_gives_its_reserve_back() -> None:
-    growth = Growth(FreeRuns(1, 100), chunk=16)
-    growth.extend("a", 0, 10)
-    growth.extend("b", 0, 10)
-    growth.keep_only({"b"})
-    assert growth.reserved == 16
-
-
-@pytest.mark.parametrize("chunk", [0, 5, 64])
-def test_random_operations_partition_the_pool(chunk: int) -> None:
-    seed, size = 20261130 + chunk, 3000
-    random_ = random.Random(seed)
-    growth = Growth(FreeRuns(1, size), chunk)
-    rows: dict[int, list[int]] = {}
-    free = set(range(1, size + 1))
-    for step in range(34_000):
-        act = random_.random()
-        if act < 0.55 and rows:
-            name = random_.choice(list(rows))
-            count = random_.choice((1, 1, 1, 7))
-            serves = count <= len(free)
-            if serves:
-                given = slots(growth.extend(name, len(rows[name]), count))
-                rows[name] += given
-        elif act < 0.75:
-            name, count = step, random_.randint(1, 300)
-            serves = count <= len(free)
-            if serves:
-                rows[name] = given = slots(growth.extend(name, 0, count))
-        elif act < 0.95 and rows:
-            row = rows.pop(random_.choice(list(rows)))
-            random_.shuffle(row)
-            for slot in row:
-                growth.runs.give(slot, 1)
-            free |= set(row)
-            given, count = [], 0
-        else:
-            growth.keep_only(set(random_.sample(list(rows), len(rows) // 2)))
-            given, count = [], 0
-        assert len(given) == count or not serves, (seed, step)
-        assert set(given) <= free, (seed, step)
-        free -= set(given)
-        assert growth.free == len(free), (seed, step)
-        given, count = [], 0
-        if step % 500 == 0:
-            growth.give_back()
-            assert set(slots(growth.runs.runs())) == free, (seed, step)
-
-
-def test_an_allocation_of_a_large_churned_pool_is_fast() -> None:
-    """4,000,000 slots in 100,000 runs; the gate measures it on its own, this keeps it thinkable."""
-    growth = Growth(FreeRuns(1, 0), 64)
-    random_ = random.Random(1)
-    for start in range(1, 4_000_000, 40):
-        growth.runs.give(start, random_.randint(1, 39))
-    took = []
-    for step in range(2000):
-        began = time.perf_counter()
-        growth.extend(step % 64, step // 64, 1)
-        took.append(time.perf_counter() - began)
-    assert sorted(took)[1000] < 50e-6

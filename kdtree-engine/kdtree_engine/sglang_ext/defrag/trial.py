@@ -88,12 +88,15 @@ class _Trial:
         self.allocate("prefill", counts)
 
     def decode(self) -> None:
-        """One token, or the few of a verified tree, for each that lives."""
-        count = 1 if self.random.random() < 0.9 else self.random.randint(2, 9)
+        """One token for each that lives; or what a verify pass wants, which may be none."""
+        counts = dict.fromkeys(self.live, 1)
+        if self.random.random() < 0.3:
+            counts = {name: self.random.randint(0, 9) for name in self.live}
         growth = getattr(self.tried, "growth", None)
         if growth is not None:
             growth.keep_only(self.live)
-        self.allocate("decode", dict.fromkeys(self.live, count))
+        if any(counts.values()):
+            self.allocate("decode", counts)
 
     def allocate(self, kind: str, counts: dict[str, int]) -> None:
         """Slots for all of `counts` at once, dealt out in their order."""

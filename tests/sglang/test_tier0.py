@@ -1,0 +1,19 @@
+"""Tier 0 in the real server: a short churn of what the gate of phase 6 does for ten minutes."""
+
+from __future__ import annotations
+
+import pytest
+
+from phases.gate import Context
+from phases.p6_defrag_tier0.service import churn_tokens
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+
+def test_tokens_under_churn(ctx: Context) -> None:
+    figures = {figure.name: figure.value for figure in churn_tokens(ctx, seconds=60.0)}
+    assert figures["traffic: near-ties accepted"] == figures["traffic: others refused"] == 0
+    assert figures["traffic: KV slots leaked"] == 0
+    assert figures["slots evicted"] > 768
+    assert figures["answers that wrong slots change"] > 0
+    assert 1 <= figures["mean runs"] < 20
