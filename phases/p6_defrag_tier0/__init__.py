@@ -1,7 +1,7 @@
 """Phase 6: an allocation policy that keeps a churned KV pool contiguous, if contiguity pays."""
 
 from phases.gate import Gate, GateKind
-from phases.p6_defrag_tier0 import checks
+from phases.p6_defrag_tier0 import checks, price
 from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
 
@@ -10,6 +10,11 @@ _SERVER = (
     "kdtree-engine/kdtree_engine/fragmentation/*.py",
 )
 """What runs in the server's Python, so no import of the gates leads to all of it."""
+_KERNELS = (
+    "kdtree-engine/csrc/*",
+    "kdtree-engine/csrc_trees/*",
+    "kdtree-engine/kdtree_engine/tables/*",
+)
 
 PHASE = Phase(
     number=6,
@@ -37,8 +42,10 @@ PHASE = Phase(
         Gate(
             "run-length-price",
             "the verify kernel's time against the length of contiguous runs",
+            price.run_length_price,
             kind=GateKind.SPEED,
             requires=(Requirement.GPU,),
+            data=_KERNELS,
         ),
         Gate(
             "churn-service-token-exact",
