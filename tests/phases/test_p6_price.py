@@ -71,9 +71,7 @@ def clock_of(us: Callable[[Tensors], float]) -> price.Timer:
 
 
 def by_runs(drawn: Tensors) -> float:
-    """20 us, and a tenth of one for each step to another run: of a gather's slots, a window's, a
-    prefix's.
-    """
+    """20 us, and a tenth of one for each step of its slots to another run."""
     slots = drawn[1] if len(drawn) == 3 else drawn[3][0] if len(drawn) == 5 else drawn[4]
     return 20 + 0.1 * int((slots.diff() != 1).sum())
 
