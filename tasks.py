@@ -79,6 +79,22 @@ Exit codes:
 """
 
 
+BENCH_PRICE_EPILOG = """\
+A row is of an operation at batch 1, over so many tokens, whose runs lie within so many slots: the
+whole pool or windows of it. Behind the contiguous time stands how far its own times were apart, and
+then what runs of 1 to 64 slots cost over it, in microseconds: of one layer, but for the compaction,
+which is of all. Times are cold. It takes about two minutes and 40 GB of the GPU's memory; with less
+the pool is smaller.
+
+\b
+Exit codes:
+  0    every output was right
+  1    an output was wrong, or a time could not be taken
+  2    wrong usage or configuration
+  3    no GPU, too little memory, or no kernel library
+"""
+
+
 BENCH_SERVE_EPILOG = """\
 The column accepted is of tokens a verification gave; two servers with trees are compared by speed
 only where it is alike. The last column says whether the tokens are those of no speculation, and
@@ -948,6 +964,39 @@ def bench_frag(
         _print_table(work.COLUMNS, work.rows(bench))
         click.echo(f"seed {seed}; {file}")
     ctx.exit(ExitCode.PASSED if bench.right else ExitCode.FAILED)
+
+
+@bench_group.command("price", epilog=BENCH_PRICE_EPILOG)
+@click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Of all draws.")
+@_json_option
+@click.pass_context
+def bench_price(ctx: click.Context, seed: int, as_json: bool) -> None:
+    """What scattered KV slots cost the kernel, by length of their runs, on this machine's GPU."""
+    from kdtree_engine.timing import ImplausibleTiming
+    from phases import bench_price as work
+    from phases.gate import GateFailure
+    from phases.requirement import Requirement
+
+    checkout, machine = _checkout(), _this_machine()
+    if (lack := Requirement.GPU.missing(machine)) is not None:
+        raise MissingError(lack, remedy=Requirement.GPU.remedy)
+    try:
+        figures, file = work.bench_price(
+            seed=seed,
+            checkout=checkout,
+            machine=machine,
+            command=["kd", *sys.argv[1:]],
+            progress=_say_timed,
+        )
+    except (GateFailure, ImplausibleTiming) as failure:
+        click.echo(f"kd: {failure}", err=True)
+        ctx.exit(ExitCode.FAILED)
+    if as_json:
+        click.echo(file.read_text(encoding="utf-8"), nl=False)
+    else:
+        _print_table(work.COLUMNS, work.rows(figures))
+        click.echo(f"seed {seed}; {file}")
+    ctx.exit(ExitCode.PASSED)
 
 
 @cli.command("serve", epilog=SERVE_EPILOG)
