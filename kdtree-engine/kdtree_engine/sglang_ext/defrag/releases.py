@@ -6,12 +6,11 @@ what evicts for an allocation     evict_from_tree_cache       the allocator itse
 a cache that shares prefixes      not is_chunk_cache()        supports_prefix_sharing()
 a request's row and its length    fields of the request       fields of its `kv`
 backends of prefill and decode    of the server's arguments   of the process
+what reserves for a verify pass   DFLASH's and EAGLE's        UNO's too
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from typing import Any
 
 __all__ = ["backends", "evict", "free_group", "row_of", "speculative_modules"]
@@ -59,6 +58,10 @@ def backends(configurator: Any) -> tuple[str, str]:
 
 def speculative_modules() -> list[Any]:
     """The modules that reserve slots for a verify pass, each with a name of its own for it."""
-    names = ("dflash_info_v2", "eagle_utils", "uno_info")
-    paths = [f"sglang.srt.speculative.{name}" for name in names]
-    return [importlib.import_module(path) for path in paths if importlib.util.find_spec(path)]
+    from sglang.srt.speculative import dflash_info_v2, eagle_utils
+
+    try:
+        from sglang.srt.speculative import uno_info
+    except ImportError:
+        return [dflash_info_v2, eagle_utils]
+    return [dflash_info_v2, eagle_utils, uno_info]
