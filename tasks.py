@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import functools
 import json
+import math
 import os
 import pathlib
 import shlex
@@ -166,6 +167,18 @@ Else those of the server, which takes this command's place.
 
 _LOOK_S = 1.0  # between two looks at a log that is followed
 _CHECK_S = 30.0  # for each command of `kd hosts check`
+
+
+class _FiniteRange(click.FloatRange):
+    """Numbers within bounds: click's takes NaN, which is within none, and infinity."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{number} is no number that can be reckoned with", param, ctx)
+        return number
 
 
 class _Group(click.Group):
@@ -836,7 +849,7 @@ def bench_serve(
 )
 @click.option(
     "--rate",
-    type=click.FloatRange(0, min_open=True),
+    type=_FiniteRange(0, min_open=True),
     default=1.5,
     show_default=True,
     help="Arrivals a second; exponential gaps.",
@@ -857,7 +870,7 @@ def bench_serve(
 )
 @click.option(
     "--shared",
-    type=click.FloatRange(0, 1),
+    type=_FiniteRange(0, 1),
     default=0.5,
     show_default=True,
     help="Share of the prompts with a common beginning.",
@@ -874,7 +887,7 @@ def bench_serve(
 )
 @click.option(
     "--aborts",
-    type=click.FloatRange(0, 1),
+    type=_FiniteRange(0, 1),
     default=0.1,
     show_default=True,
     help="Share of the requests whose client leaves before the end.",
@@ -1123,7 +1136,7 @@ def tree_group() -> None:
 @click.option("--depth", type=click.IntRange(1, 16), default=5, show_default=True)
 @click.option(
     "--noise",
-    type=click.FloatRange(0),
+    type=_FiniteRange(0),
     default=0.7,
     show_default=True,
     help="How far the drafter is off the target's logits.",

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdtree_engine.atomic import write_atomically
-from kdtree_engine.errors import KdError
+from kdtree_engine.errors import ConfigError, KdError
 from kdtree_engine.fragmentation.traffic import Request, Traffic, draw, read_trace
 from kdtree_engine.machine import Machine
 from kdtree_engine.sglang_ext.defrag.churn import POLICIES, Settings
@@ -89,9 +89,10 @@ class FragBench:
 
     @property
     def right(self) -> bool:
-        """Whether no policy lost a slot, and all served the same number of requests."""
+        """Whether no policy lost a slot, and all served the same number of requests, and some."""
         served = {one.outcome["finished"] for one in self.policies}
-        return len(served) == 1 and not any(one.outcome["leaked"] for one in self.policies)
+        lost = any(one.outcome["leaked"] for one in self.policies)
+        return len(served) == 1 and 0 not in served and not lost
 
 
 def requests_of(traffic: Traffic, trace: pathlib.Path | None, seed: int) -> list[Request]:
@@ -116,6 +117,11 @@ def bench_frag(
 ) -> tuple[FragBench, pathlib.Path]:
     """Churn each policy with the same requests; the outcome, and the file that holds it."""
     requests = requests_of(traffic, trace, seed)
+    if not any(one.prompt_tokens + one.output <= settings.pool // 2 for one in requests):
+        raise ConfigError(
+            f"none of {len(requests)} requests fits half of a pool of {settings.pool} slots",
+            remedy="a larger --pool, or shorter --prompt and --output",
+        )
     bench = FragBench(
         seed,
         {"trace": trace.name} if trace else _plain(traffic),

@@ -14,11 +14,20 @@ from phases.bench_frag import Churned, Run, Sample, churn_environment, run_polic
 from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
 from phases.service import server_python
 
-__all__ = ["OPERATIONS", "SHARE", "TRAFFIC", "allocator_invariants", "runs_per_request"]
+__all__ = [
+    "OPERATIONS",
+    "RUN_LENGTH",
+    "SHARE",
+    "TRAFFIC",
+    "allocator_invariants",
+    "runs_per_request",
+]
 
 OPERATIONS = 100_000
 TRAFFIC = Traffic(requests=400)
 """What `kd bench frag` has where nothing else is said; the pool is full after 100 of them."""
+RUN_LENGTH = "mean run length, {}"
+"""The figure of a policy, of live long requests, in slots."""
 SHARE = 0.1
 """Of stock's mean runs of a live request of 16,384 tokens or more."""
 
@@ -90,6 +99,11 @@ def runs_per_request(
             Figure(f"worst tenth, {policy}", value, Unit.COUNT)
             for policy, value in worst.items()
             if value is not None
+        ),
+        *(
+            Figure(RUN_LENGTH.format(policy), length, Unit.COUNT)
+            for policy, one in found.items()
+            if (length := one.mean("long", "mean_run_length")) is not None
         ),
         Figure("requests", len(requests), Unit.COUNT),
         Figure("slots lost", lost, Unit.COUNT),

@@ -26,6 +26,7 @@ def run_of(runs: dict[str, float], **outcome: Any) -> Any:
             "requests": 3,
             "mean_runs": runs[settings.policy],
             "worst_decile_runs": 2 * runs[settings.policy],
+            "mean_run_length": 1000 / runs[settings.policy],
         }
         samples = [{"arrived": n, "finished": 0, "long": figures} for n in (2, 6, 10)]
         for sample in samples:
@@ -40,6 +41,9 @@ def test_a_tenth_is_enough(tmp_path: pathlib.Path) -> None:
     ctx = Context(seed=1, scratch=tmp_path)
     figures = checks.runs_per_request(ctx, run=run_of({"stock": 100, "tier0": 10}), traffic=SMALL)
     assert (figures[0].name, figures[0].value) == ("of stock's runs", 0.1)
+    values = {figure.name: figure.value for figure in figures}
+    lengths = [values[checks.RUN_LENGTH.format(policy)] for policy in ("stock", "tier0")]
+    assert lengths == [10, 100]
 
 
 def test_more_than_a_tenth_is_not(tmp_path: pathlib.Path) -> None:

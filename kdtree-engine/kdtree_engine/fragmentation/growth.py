@@ -35,6 +35,8 @@ class Growth:
     """Allocates from `runs` for requests with a name. chunk: slots reserved at a time, or 0."""
 
     def __init__(self, runs: FreeRuns, chunk: int) -> None:
+        if chunk < 0:
+            raise ValueError(f"chunks of {chunk} slots")
         self.runs = runs
         self.chunk = chunk
         self.reserved = 0

@@ -22,6 +22,10 @@ __all__ = ["Lengths", "Request", "Traffic", "draw", "read_trace"]
 
 BLOCK = 512
 """Tokens of one hash id in Mooncake's traces."""
+MOST_TOKENS = 1 << 24
+"""Of a prompt or an output: more than any pool has, and as many as a content may have."""
+_MOST_CONTENT = 1 << 39
+"""Contents are numbered below it, so that every token of one has a number in 63 bits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +49,10 @@ class Lengths:
             values = []
         wanted = {"fixed": 1, "uniform": 2, "lognormal": 2}.get(kind)
         if (
-            len(values) != wanted
-            or not all(map(math.isfinite, values))
+            len(values) != wanted  # NaN is not between any numbers either
+            or not all(0 <= value <= MOST_TOKENS for value in values)
             or values[0] < 1
             or (kind == "uniform" and values[1] < values[0])
-            or values[-1] < 0
         ):
             raise ConfigError(
                 f"{text!r} is no distribution of lengths",
@@ -65,8 +68,9 @@ class Lengths:
             return random_.randint(
                 math.ceil(self.first), max(math.ceil(self.first), int(self.second))
             )
-        drawn = math.exp(random_.gauss(math.log(self.first), self.second))
-        return max(1, round(min(max(drawn, self.first / 16), self.first * 16)))
+        middle, most = math.log(self.first), math.log(16)
+        drawn = random_.gauss(middle, self.second)
+        return max(1, round(math.exp(min(max(drawn, middle - most), middle + most))))
 
     def __str__(self) -> str:
         values = (self.first,) if self.kind == "fixed" else (self.first, self.second)
@@ -143,7 +147,7 @@ def read_trace(path: pathlib.Path) -> list[Request]:
             found = list(_azure(csv.DictReader(text.splitlines())))
         else:
             found = list(_mooncake(json.loads(line) for line in text.splitlines() if line.strip()))
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, csv.Error) as error:
         raise ConfigError(
             f"{path} is no trace: {type(error).__name__}: {error}",
             remedy="Azure's CSV (TIMESTAMP,ContextTokens,GeneratedTokens) or Mooncake's JSON lines",
@@ -161,19 +165,38 @@ def _azure(rows: Iterable[dict[str, str]]) -> Iterable[Request]:
         at = row["TIMESTAMP"].strip()
         # Seven digits of a second, which Python reads from 3.11 on only up to six.
         whole, _, part = at.partition(".")
-        seconds = datetime.datetime.fromisoformat(whole).replace(tzinfo=None).timestamp()
-        digits = "".join(char for char in part if char.isdigit())[:6]
-        seconds += float(f"0.{digits}") if digits else 0.0
-        prompt = ((number, int(row["ContextTokens"])),)
-        yield Request(seconds, prompt, int(row["GeneratedTokens"]))
+        # All in one zone, whichever: what counts are the differences, on any machine the same.
+        time = datetime.datetime.fromisoformat(whole).replace(tzinfo=datetime.UTC)
+        digits = "".join(char for char in part if char in "0123456789")[:6]
+        seconds = time.timestamp() + (float(f"0.{digits}") if digits else 0.0)
+        tokens, output = (
+            _whole(int(row[name]), f"request {number + 1}: {name}")
+            for name in ("ContextTokens", "GeneratedTokens")
+        )
+        yield Request(seconds, ((number, tokens),), output)
 
 
 def _mooncake(lines: Iterable[dict[str, Any]]) -> Iterable[Request]:
-    for line in lines:
-        tokens, ids = int(line["input_length"]), list(line["hash_ids"])
-        yield Request(
-            float(line["timestamp"]) / 1000, _blocks(tokens, ids), int(line["output_length"])
+    for number, line in enumerate(lines, 1):
+        tokens, output = (
+            _whole(line[name], f"request {number}: {name}")
+            for name in ("input_length", "output_length")
         )
+        ids = [
+            _whole(one, f"request {number}: hash_ids", _MOST_CONTENT)
+            for one in list(line["hash_ids"])
+        ]
+        at = line["timestamp"]
+        if isinstance(at, bool) or not isinstance(at, (int, float)) or not 0 <= at < 1e15:
+            raise ValueError(f"request {number}: timestamp: expected milliseconds, got {at!r:.40}")
+        yield Request(at / 1000, _blocks(tokens, ids), output)
+
+
+def _whole(value: object, what: str, most: int = MOST_TOKENS) -> int:
+    """The number, if it is a whole one below `most`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < most:
+        raise ValueError(f"{what}: expected a whole number below {most}, got {value!r:.40}")
+    return value
 
 
 def _blocks(tokens: int, ids: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pathlib
+import random
+import time
 
 import pytest
 
@@ -38,11 +40,26 @@ def test_a_distribution_is_written_as_it_is_read(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "fixed", "fixed:0", "uniform:9:3", "lognormal:9", "normal:1:2", "fixed:nan"]
+    "text",
+    [
+        "",
+        "fixed",
+        "fixed:0",
+        "uniform:9:3",
+        "lognormal:9",
+        "normal:1:2",
+        "fixed:nan",
+        "fixed:1e308",
+    ],
 )
 def test_other_distributions_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         Lengths.parse(text)
+
+
+def test_a_wide_distribution_is_held_within_its_bounds() -> None:
+    drawn = {Lengths.parse("lognormal:100:1000").draw(random.Random(seed)) for seed in range(50)}
+    assert drawn == {6, 1600}
 
 
 def test_an_azure_trace(tmp_path: pathlib.Path) -> None:
@@ -77,3 +94,69 @@ def test_another_file_is_refused(tmp_path: pathlib.Path, name: str, text: str) -
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError):
         read_trace(tmp_path / name)
+
+
+def test_arrivals_are_the_same_in_every_zone(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An hour that a zone leaves out in spring is an hour of the trace all the same."""
+    path = tmp_path / "spring.csv"
+    rows = ("2024-03-31 02:00:00.1,5,5", "2024-03-31 03:00:00.2,5,5")
+    path.write_text("\n".join(("TIMESTAMP,ContextTokens,GeneratedTokens", *rows)))
+    for zone in ("UTC", "Europe/Berlin"):
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        assert read_trace(path)[1].arrival_s == pytest.approx(3600.1)
+    monkeypatch.undo()
+    time.tzset()
+
+
+def mooncake(**changed: object) -> str:
+    line = {"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": [1]}
+    return json.dumps(line | changed)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (mooncake(timestamp=float("nan")), "timestamp: expected milliseconds, got nan"),
+        (mooncake(timestamp=float("-inf")), "timestamp: expected milliseconds"),
+        (mooncake(timestamp=10**400), "timestamp: expected milliseconds, got 1000"),
+        (mooncake(timestamp=True), "timestamp: expected milliseconds"),
+        (mooncake(input_length=-5), "input_length: expected a whole number below 16777216"),
+        (mooncake(input_length=float("inf")), "input_length: expected a whole number"),
+        (mooncake(output_length=-5), "output_length: expected a whole number"),
+        (mooncake(output_length="5"), "output_length: expected a whole number"),
+        (mooncake(hash_ids=[-1]), "hash_ids: expected a whole number"),
+        (mooncake(hash_ids=[2**40]), "hash_ids: expected a whole number below 549755813888"),
+        (mooncake(hash_ids=["a"]), "hash_ids: expected a whole number"),
+        ("[" * 100_000, "RecursionError"),
+        ("[1]", "TypeError"),
+    ],
+)
+def test_damaged_lines_are_named(tmp_path: pathlib.Path, text: str, says: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(f"{mooncake()}\n{text}\n")
+    with pytest.raises(ConfigError) as caught:
+        read_trace(path)
+    assert says in str(caught.value)
+    assert str(caught.value).startswith(f"{path} is no trace: ")
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ("2023-11-16 18:17:03.97,-5,5", "request 1: ContextTokens: expected a whole number"),
+        ("2023-11-16 18:17:03.97,5,-5", "request 1: GeneratedTokens: expected a whole number"),
+        (f"2023-11-16 18:17:03.97,5,{10**20}", "GeneratedTokens: expected a whole number"),
+        ("2023-11-16 18:17:03.97,5", "TypeError"),
+        ("soon,5,5", "Invalid isoformat"),
+        (f"{'a' * 200_000},5,5", "field larger than field limit"),
+    ],
+)
+def test_damaged_rows_are_named(tmp_path: pathlib.Path, row: str, says: str) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{row}\n")
+    with pytest.raises(ConfigError) as caught:
+        read_trace(path)
+    assert says in str(caught.value)

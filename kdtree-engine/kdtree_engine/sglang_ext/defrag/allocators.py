@@ -147,11 +147,13 @@ class RunAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
         return self._tensor(self.growth.runs.runs(), self.growth.free)
 
     def _arrive(self, count: int) -> None:
-        for one in self._arriving[:count]:
-            for run in one.runs():
-                self.growth.runs.give(*run)
+        arrived = self._arriving[:count]
+        # Before the first of them: one that was free already must not come again with the next.
         del self._arriving[:count]
         self._old = max(0, self._old - count)
+        for one in arrived:
+            for run in one.runs():
+                self.growth.runs.give(*run)
 
     def _tensor(self, runs: Sequence[Run], count: int) -> torch.Tensor:
         """int64 [count] on the device, whose copy there is not waited for. count: their slots."""

@@ -148,12 +148,18 @@ class _Trial:
         self.give(piece[at:])
 
     def give(self, slots: torch.Tensor) -> None:
-        """Free `slots` in both, and in the model."""
+        """Free `slots` in both, and in the model.
+
+        The tried one gets a view of a row, as a scheduler's frees are, which then has other slots.
+        """
         _require(not self.is_free[slots.numpy()].any(), "the trial frees what is free")
         self.is_free[slots.numpy()] = True
         self.free += len(slots)
-        for each in self.both:
-            each.free(slots)
+        row = slots.clone()
+        self.tried.free(row[:])
+        row.zero_()
+        if self.stock is not None:
+            self.stock.free(slots)
 
     def census(self, *, whole: bool) -> None:
         """As many free slots as the model has; with `whole`, the same ones."""
