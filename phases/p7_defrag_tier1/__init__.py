@@ -1,6 +1,7 @@
 """Phase 7, deferred: live relocation of the KV of running requests."""
 
 from phases.gate import Gate
+from phases.p7_defrag_tier1 import decision
 from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
 
@@ -14,6 +15,7 @@ PHASE = Phase(
         Gate(
             "deferral-figures",
             "the figures that justify the deferral are kept evidence and still hold",
+            decision.deferral_figures,
         ),
         Gate(
             "relocation-token-exact",

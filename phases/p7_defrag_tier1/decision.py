@@ -25,12 +25,14 @@ from phases.p6_defrag_tier0.checks import RUN_LENGTH
 from phases.p6_defrag_tier0.price_figures import PriceSeries, price_series, verify
 from phases.plan import PlanStatus, find_plan, load_plans
 
-__all__ = ["THRESHOLD", "Gain", "deferral_figures", "gains", "kept_evidence"]
+__all__ = ["RESTS_ON", "THRESHOLD", "Gain", "deferral_figures", "gains", "kept_evidence"]
 
 THRESHOLD = 0.05
 """Of a decode step; below it, the difference is within what batch composition moves."""
 _PLAN = "17"
 _PRICE, _CHURN = "run-length-price", "runs-per-request"
+RESTS_ON = (_PRICE, _CHURN)
+"""The gates of phase 6 whose figures decide."""
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _EVIDENCE = _ROOT / "plans" / "evidence"
 
@@ -100,13 +102,13 @@ def deferral_figures(
     """
     ctx.progress(0, 1, "kept evidence")
     known = evidence()
-    for name in (_PRICE, _CHURN):
+    for name in RESTS_ON:
         if name not in known:
             raise MissingError(
                 f"no passed run of {name} is kept in plans/evidence",
                 remedy="run phase 6 (the price on a GPU) and keep it: kd evidence keep --help",
             )
-    stale = [name for name in (_PRICE, _CHURN) if known[name].stale]
+    stale = [name for name in RESTS_ON if known[name].stale]
     if stale:
         raise GateFailure(
             FailureKind.LAUNCH,
