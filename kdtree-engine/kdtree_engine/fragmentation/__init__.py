@@ -3,6 +3,7 @@
     measure     runs, mean run length and page locality of rows of a request table; torch
     free_runs   the free slots of a pool as maximal runs, on the host; pure Python
     growth      slots reserved per request for its decode steps, given back when unused
+    relocation  which rows of running requests to move, by runs removed per row
     traffic     seeded or recorded requests, for the churn that policies are measured under
 
 Nothing here imports SGLang: what drives its allocator, request pool and radix cache with this is

@@ -56,6 +56,28 @@ def test_a_slot_is_not_freed_twice() -> None:
             free.give(*again)
 
 
+def test_one_end_of_a_run_is_claimed() -> None:
+    free = pool((10, 9), (30, 2))
+    free.claim(10, 2)
+    free.claim(17, 2)
+    free.claim(30, 2)
+    assert free.runs() == [(12, 5)]
+    assert (free.length_at(12), free.length_before(17), free.longest(), free.free) == (5, 5, 5, 5)
+    for start, count in ((13, 2), (12, 6), (30, 1), (12, 0)):
+        with pytest.raises(ValueError, match=f"{count} slots from {start}"):
+            free.claim(start, count)
+
+
+def test_a_moved_request_grows_where_it_is_now() -> None:
+    growth = Growth(FreeRuns(1, 100), chunk=16)
+    growth.extend("a", 0, 10)
+    assert growth.reserves() == [(11, 16)]
+    growth.runs.claim(27, 10)
+    growth.moved("a", 37)
+    assert growth.reserves() == []
+    assert growth.extend("a", 10, 1) == [(37, 1)]
+
+
 def test_growth_stays_in_place() -> None:
     growth = Growth(FreeRuns(1, 1000), chunk=8)
     rows: dict[str, list[int]] = {"a": slots(growth.extend("a", 0, 20))}
