@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import pathlib
-import subprocess
 from collections.abc import Callable, Mapping
 
 from kdtree_engine.fragmentation.traffic import Traffic, draw
 from kdtree_engine.sglang_ext.defrag.churn import Settings
-from phases.bench_frag import Churned, Run, Sample, churn_environment, run_policy
+from phases.bench_frag import Churned, Run, Sample, run_policy
+from phases.defrag_trial import run_trial
 from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
-from phases.service import server_python
 
 __all__ = [
     "OPERATIONS",
@@ -31,31 +27,14 @@ RUN_LENGTH = "mean run length, {}"
 SHARE = 0.1
 """Of stock's mean runs of a live request of 16,384 tokens or more."""
 
-_ROOT = pathlib.Path(__file__).resolve().parents[2]
-
 Trial = Callable[[Mapping[str, object]], Mapping[str, float]]
 
 
-def run_trial(asked: Mapping[str, object]) -> dict[str, float]:
-    """Figures of `kdtree_engine.sglang_ext.defrag.trial`; GateFailure with what it found wrong."""
-    done = subprocess.run(
-        [server_python(), "-W", "ignore", "-m", "kdtree_engine.sglang_ext.defrag.trial"],
-        input=json.dumps(asked),
-        env=os.environ | churn_environment(),
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        said = (done.stderr.strip() or "no message").splitlines()[-1]
-        kind = FailureKind.NUMERICAL if "AssertionError" in said else FailureKind.LAUNCH
-        raise GateFailure(kind, said)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+def _trial(asked: Mapping[str, object]) -> Mapping[str, float]:
+    return run_trial("trial", asked)
 
 
-def allocator_invariants(ctx: Context, *, trial: Trial = run_trial) -> list[Figure]:
+def allocator_invariants(ctx: Context, *, trial: Trial = _trial) -> list[Figure]:
     """No slot is lost or given twice, and no allocation refused that stock serves."""
     ctx.progress(0, 1, "random operations")
     tried = trial({"policy": "tier0", "operations": OPERATIONS, "seed": ctx.seed})

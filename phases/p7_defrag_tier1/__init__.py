@@ -1,9 +1,16 @@
 """Phase 7, deferred: live relocation of the KV of running requests."""
 
 from phases.gate import Gate
-from phases.p7_defrag_tier1 import decision
+from phases.p7_defrag_tier1 import checks, decision
 from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
+
+_SERVER = (
+    "kdtree-engine/kdtree_engine/sglang_ext/defrag/*.py",
+    "kdtree-engine/kdtree_engine/fragmentation/*.py",
+    "kdtree-engine/kdtree_engine/ops/*.py",
+)
+"""What runs in the server's Python, so no import of the gates leads to all of it."""
 
 PHASE = Phase(
     number=7,
@@ -18,9 +25,12 @@ PHASE = Phase(
             decision.deferral_figures,
         ),
         Gate(
-            "relocation-token-exact",
-            "tokens do not change while the KV of running requests moves",
-            requires=(Requirement.SERVICE,),
+            "relocation-bytes-exact",
+            "requests and the cache read the right bytes while KV moves in SGLang's structures",
+            checks.relocation_bytes_exact,
+            requires=(Requirement.SGLANG,),
+            time_limit_s=3600.0,
+            data=_SERVER,
         ),
     ),
     profile=ServiceProfile(

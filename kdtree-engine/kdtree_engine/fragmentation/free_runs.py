@@ -45,6 +45,33 @@ class FreeRuns:
         """By start."""
         return sorted(self._length.items())
 
+    def copy(self) -> FreeRuns:
+        """The same free slots, to try on what may be taken."""
+        other = FreeRuns(0, 0)
+        for run in self.runs():
+            other.give(*run)
+        return other
+
+    def length_at(self, start: int) -> int:
+        """Of the run that starts at `start`; 0 where none does."""
+        return self._length.get(start, 0)
+
+    def length_before(self, end: int) -> int:
+        """Of the run that ends before slot `end`; 0 where none does."""
+        return end - self._start.get(end, end)
+
+    def longest(self) -> int:
+        """Slots of the longest run."""
+        return self._length[self._longest()] if self.free else 0
+
+    def shortest_of(self, count: int) -> int | None:
+        """Where the shortest run of `count` slots or more starts; None where there is none."""
+        if count < SHORT and (there := self._there >> count):
+            length = count + (there & -there).bit_length() - 1
+            return next(reversed(self._short[length]))
+        at = bisect.bisect_left(self._long, (count, 0))
+        return self._long[at][1] if at < len(self._long) else None
+
     def give(self, start: int, length: int) -> None:
         """`length` slots from `start` are free from now on. ValueError where one end is already.
 
@@ -73,7 +100,7 @@ class FreeRuns:
             raise ValueError(f"{count} slots of {self.free}")
         taken: list[Run] = []
         while count:
-            if (fits := self._shortest_of(count)) is not None:
+            if (fits := self.shortest_of(count)) is not None:
                 taken.append(self._cut(fits, count))
                 break
             longest = self._longest()
@@ -83,7 +110,7 @@ class FreeRuns:
 
     def take_run(self, count: int) -> Run | None:
         """`count` slots in one run, the shortest that has them; None where there is none."""
-        fits = self._shortest_of(count)
+        fits = self.shortest_of(count)
         return None if fits is None else self._cut(fits, count)
 
     def take_longest(self, most: int) -> Run | None:
@@ -103,12 +130,19 @@ class FreeRuns:
             self._cut(start, length)
         return max(length, 0)
 
-    def _shortest_of(self, count: int) -> int | None:
-        if count < SHORT and (there := self._there >> count):
-            length = count + (there & -there).bit_length() - 1
-            return next(reversed(self._short[length]))
-        at = bisect.bisect_left(self._long, (count, 0))
-        return self._long[at][1] if at < len(self._long) else None
+    def claim(self, start: int, count: int) -> None:
+        """Take these slots; ValueError where they are not at one end of a free run."""
+        if count < 1:
+            raise ValueError(f"{count} slots from {start}")
+        if self.length_at(start) >= count:
+            self._cut(start, count)
+        elif self.length_before(start + count) >= count:
+            whole = self._start[start + count]
+            self._remove(whole)
+            self._insert(whole, start - whole)
+            self.free -= count
+        else:
+            raise ValueError(f"{count} slots from {start} are not at one end of a free run")
 
     def _longest(self) -> int:
         if self._long:

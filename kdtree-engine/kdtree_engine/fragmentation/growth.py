@@ -118,6 +118,16 @@ class Growth:
         for name in [name for name in self._tails if name not in names]:
             self._drop(name)
 
+    def reserves(self) -> list[Run]:
+        """The reserved slots, request by request."""
+        return [(tail.next, tail.ahead) for tail in self._tails.values() if tail.ahead]
+
+    def moved(self, name: Hashable, end: int) -> None:
+        """The request's last token is now in slot `end - 1`: there it grows on, if that is free."""
+        if (tail := self._tails.get(name)) is not None:
+            self._give(tail)
+            tail.next = end
+
     def give_back(self) -> None:
         """Give back every reserve. Where requests ended is kept: they may still grow in place."""
         for tail in self._tails.values():

@@ -45,3 +45,15 @@ def test_a_slot_is_not_freed_twice() -> None:
     for again in ((10, 2), (13, 2)):
         with pytest.raises(ValueError, match="already"):
             free.give(*again)
+
+
+def test_one_end_of_a_run_is_claimed() -> None:
+    free = pool((10, 9), (30, 2))
+    free.claim(10, 2)
+    free.claim(17, 2)
+    free.claim(30, 2)
+    assert free.runs() == [(12, 5)]
+    assert (free.length_at(12), free.length_before(17), free.longest(), free.free) == (5, 5, 5, 5)
+    for start, count in ((13, 2), (12, 6), (30, 1), (12, 0)):
+        with pytest.raises(ValueError, match=f"{count} slots from {start}"):
+            free.claim(start, count)

@@ -46,6 +46,16 @@ def test_an_ended_request_gives_its_reserve_back() -> None:
     assert growth.reserved == 16
 
 
+def test_a_moved_request_grows_where_it_is_now() -> None:
+    growth = Growth(FreeRuns(1, 100), chunk=16)
+    growth.extend("a", 0, 10)
+    assert growth.reserves() == [(11, 16)]
+    growth.runs.claim(27, 10)
+    growth.moved("a", 37)
+    assert growth.reserves() == []
+    assert growth.extend("a", 10, 1) == [(37, 1)]
+
+
 def test_a_batch_gets_its_slots_in_the_order_of_its_requests() -> None:
     """As a verify pass reserves: some want several, some none; a reserve is used, then renewed."""
     growth = Growth(FreeRuns(1, 1000), chunk=8)

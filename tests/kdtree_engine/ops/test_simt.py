@@ -20,6 +20,7 @@ from tree_cases import TreeCase, standard_cases
 from kdtree_engine.ops import AcceptedPaths, accept_trees, build_draft_trees, compact_kv
 from kdtree_engine.ops.acceptance import sample_tokens
 from kdtree_engine.ops.library import TREES_CSRC
+from kdtree_engine.ops.relocation import as_windows
 
 LAUNCH = re.compile(r"([\w:]+(?:<[^<>]+>)?)<<<(.+), (\w+), 0, stream>>>\(p\);")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -188,3 +189,24 @@ def test_rows_move(simt: ctypes.CDLL, steps: int) -> None:
         )
         compact_kv(pools, AcceptedPaths(rows, counts, counts), windows)
         assert torch.equal(found, pools)
+
+
+@pytest.mark.parametrize("moves", [1, 64, 150])
+def test_rows_move_anywhere(simt: ctypes.CDLL, moves: int) -> None:
+    """What `move_rows` makes of moves, by the kernel's body."""
+    generator = torch.Generator().manual_seed(moves)
+    drawn = torch.randperm(399, generator=generator)[: 2 * moves] + 1
+    sources, destinations = drawn[:moves].contiguous(), drawn[moves:].contiguous()
+    paths, windows = as_windows(sources, destinations)
+    pools = torch.randn(2, 400, 584, generator=generator).to(torch.bfloat16)
+    found = pools.clone()
+    addresses = torch.tensor([pool.data_ptr() for pool in found])
+    simt.compact(
+        pointer(addresses),
+        2,
+        ctypes.c_int64(2 * 584),
+        *map(pointer, (paths.nodes, paths.counts, windows)),
+        *(windows.shape[0], paths.nodes.shape[1], windows.shape[1]),
+    )
+    pools[:, destinations] = pools[:, sources]
+    assert torch.equal(found, pools)

@@ -7,7 +7,9 @@
     releases    what differs here between the SGLang releases that are supported
     churn       SGLang's allocator, request pool and prefix cache under traffic, without a model
     trial       random operations on an allocator, beside SGLang's and a model of the pool
+    relocation  moves rows of running requests, and rewrites or fences all who hold their slots
+    relocation_trial  random operations with relocations between them, beside a shadow of the KV
 
-`churn` and `trial` are programs for the Python that has SGLang. SGLang is imported inside of
+`churn` and the trials are programs for the Python that has SGLang. SGLang is imported inside of
 functions, apart from `allocators`, which is imported where one is made.
 """

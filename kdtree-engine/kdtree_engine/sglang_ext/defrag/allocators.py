@@ -27,7 +27,7 @@ from kdtree_engine.sglang_ext.defrag.releases import (
     speculative_modules,
 )
 
-__all__ = ["RunAllocator", "SortingAllocator", "plan_batches"]
+__all__ = ["RunAllocator", "SortingAllocator", "plan_batches", "runs_of"]
 
 
 class SortingAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
@@ -140,6 +140,10 @@ class RunAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
         self._arrive(len(self._arriving))
         self.growth.keep_only(())
 
+    def settle(self) -> None:
+        """What was freed is in the runs from now on; reserves stay. Waits for the device."""
+        self._arrive(len(self._arriving))
+
     def get_all_free_pages(self) -> torch.Tensor:
         """For SGLang's own census. Waits for the device."""
         self._arrive(len(self._arriving))
@@ -187,11 +191,16 @@ class _Arriving:
 
         Waits for the copy, if it is not over.
         """
-        slots = self._copy.tensor().numpy()
-        breaks = numpy.flatnonzero(numpy.diff(slots) != 1) + 1
-        first = numpy.concatenate(([0], breaks))
-        lengths = numpy.diff(numpy.append(first, self.count))
-        return list(zip(slots[first].tolist(), lengths.tolist(), strict=True))
+        return runs_of(self._copy.tensor())
+
+
+def runs_of(slots: torch.Tensor) -> list[Run]:
+    """The runs of int64 [n] on the host, n >= 1, in the order of its slots."""
+    held = slots.numpy()
+    breaks = numpy.flatnonzero(numpy.diff(held) != 1) + 1
+    first = numpy.concatenate(([0], breaks))
+    lengths = numpy.diff(numpy.append(first, len(held)))
+    return list(zip(held[first].tolist(), lengths.tolist(), strict=True))
 
 
 def plan_batches() -> None:

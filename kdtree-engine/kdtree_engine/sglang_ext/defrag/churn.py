@@ -38,10 +38,10 @@ import torch
 from kdtree_engine.errors import ConfigError, MissingError
 from kdtree_engine.fragmentation.measure import measure
 
-__all__ = ["POLICIES", "Churn", "Settings", "main"]
+__all__ = ["OWN", "POLICIES", "Churn", "Settings", "main"]
 
-_OWN = 1 << 40
-"""Where contents that only one request has begin; those of prompts lie below."""
+OWN = 1 << 16
+"""Request n's answer is the content OWN + n; contents that are only of prompts lie below."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +88,9 @@ POLICIES: dict[str, Callable[[int], Any]] = {
 
 class Churn:
     """One pool under traffic. requests: [arrival_s, prompt pieces, output, abort_after or None]."""
+
+    tree_core: str | None = None
+    """Whose nodes the prefix cache has, `python` or `rust`; None for the release's choice."""
 
     def __init__(self, settings: Settings, requests: Sequence[Sequence[Any]]) -> None:
         if (release := importlib.metadata.version("sglang")) != "0.5.23":
@@ -369,7 +372,7 @@ class Churn:
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
         number = int(req.rid[1:])
-        req.output_ids.append(_OWN + (number << 16) + len(req.output_ids))
+        req.output_ids.append((OWN + number << 24) + len(req.output_ids))
         if len(req.output_ids) >= self.leaving.get(req.rid, sys.maxsize):
             req.to_finish = FINISH_ABORT()
             self.aborted += 1
@@ -413,6 +416,7 @@ class Churn:
                 token_to_kv_pool_allocator=self.allocator,
                 page_size=1,
                 tree_components=(ComponentType.FULL,),
+                tree_core_backend=self.tree_core,
             )
         )
 

@@ -11,9 +11,71 @@ what reserves for a verify pass   DFLASH's and EAGLE's        UNO's too
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-__all__ = ["backends", "evict", "free_group", "row_of", "speculative_modules"]
+import torch
+
+__all__ = [
+    "TreeNode",
+    "backends",
+    "evict",
+    "free_group",
+    "node_of",
+    "row_of",
+    "speculative_modules",
+    "tree_nodes",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeNode:
+    """A node of SGLang 0.5.23's prefix cache that has slots, as relocation sees it.
+
+    key: its id. value: int64 [n], its slots, the cache's own tensor. parent: the number of its
+    parent in `tree_nodes`, None below the root. tokens: of its edge, a RadixKey. locks: held on it.
+    elsewhere: whether another tier has it, or is about to.
+    """
+
+    key: int
+    value: torch.Tensor
+    parent: int | None
+    tokens: Any
+    locks: int
+    elsewhere: bool
+
+
+def tree_nodes(tree: Any) -> list[TreeNode]:
+    """All nodes but the root, a parent before its children, in an order equal on all ranks."""
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+    found: list[TreeNode] = []
+    left: list[tuple[Any, int | None]] = [
+        (child, None) for child in tree.tree_core.root_node.children.values()
+    ]
+    while left:
+        node, parent = left.pop()
+        data = node.component_data[ComponentType.FULL]
+        if data.value is None:
+            value, elsewhere = torch.empty(0, dtype=torch.int64), True
+        else:
+            value = data.value
+            elsewhere = (
+                node.external_cache_stored
+                or data.host_value is not None
+                or node.write_through_pending_id is not None
+                or node.load_back_pending_id is not None
+            )
+        left += [(child, len(found)) for child in node.children.values()]
+        found.append(TreeNode(node.id, value, parent, node.key, data.lock_ref, elsewhere))
+    return found
+
+
+def node_of(tree: Any, req: Any) -> int | None:
+    """The key of the last node of a request's prefix; None where it has none of the cache."""
+    if req.last_node is None or req.last_node == tree.tree_core.root_node.id:
+        return None
+    return int(req.last_node)
 
 
 def free_group(allocator: Any) -> list[Any] | None:
