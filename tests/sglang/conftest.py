@@ -12,6 +12,14 @@ from phases.p3_backend_wiring import checks
 from phases.service import server_sglang
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`-m sglang` is all of this folder: what forgot its mark would never be run where it serves."""
+    here = pathlib.Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.sglang)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _sglang() -> None:
     """Skip where the server's Python has no SGLang, or one that the CPU support is not for."""
