@@ -13,7 +13,7 @@ from phases.service import server_sglang
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`-m sglang` is all of this folder: what forgot its mark would never be run where it serves."""
+    """`-m sglang` is all of this folder: a test without its mark would run nowhere."""
     here = pathlib.Path(__file__).parent
     for item in items:
         if here in item.path.parents:
