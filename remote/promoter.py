@@ -30,7 +30,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from remote import agent, managers
@@ -430,7 +430,7 @@ class Promoter:
     def _healthy(self) -> bool:
         url = f"http://127.0.0.1:{self._port}/health"
         try:
-            with _within(10.0), _DIRECT.open(url, timeout=10) as answer:
+            with agent.within(10.0), _DIRECT.open(url, timeout=10) as answer:
                 return bool(answer.status == 200)
         except (OSError, ValueError, http.client.HTTPException):
             return False
@@ -480,12 +480,12 @@ class Promoter:
         )
         limit_s = self._health["answer_s"]
         try:
-            with _within(limit_s), _DIRECT.open(request, timeout=limit_s) as answer:
+            with agent.within(limit_s), _DIRECT.open(request, timeout=limit_s) as answer:
                 said = _json_of(answer)
         except urllib.error.HTTPError as error:
             text = ""
             quietly = contextlib.suppress(OSError, ValueError, http.client.HTTPException)
-            with quietly, _within(10.0), error:
+            with quietly, agent.within(10.0), error:
                 text = " ".join(error.read(300).decode("utf-8", "replace").split())
             raise Unfit(f"it does not generate: HTTP {error.code} {text}") from None
         except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
@@ -503,7 +503,7 @@ class Promoter:
         for path in ("/server_info", "/get_server_info"):
             url = f"http://127.0.0.1:{self._port}{path}"
             with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
-                with _within(30.0), _DIRECT.open(url, timeout=30) as answer:
+                with agent.within(30.0), _DIRECT.open(url, timeout=30) as answer:
                     said = _json_of(answer)
                 if isinstance(said, dict):
                     return {name: said[name] for name in wanted if name in said}
@@ -623,22 +623,6 @@ def _told(error: Exception) -> str:
 def _printable(text: str) -> str:
     """What a terminal only shows: no control character that a service has printed."""
     return "".join(one if one.isprintable() else "?" for one in text)
-
-
-@contextlib.contextmanager
-def _within(seconds: float) -> Iterator[None]:
-    """A limit of the whole: a socket's own begins anew with each byte."""
-
-    def late(number: int, frame: object) -> None:
-        raise TimeoutError(f"no whole answer within {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def _json_of(answer: Any) -> Any:
