@@ -588,11 +588,18 @@ def _live_status(host_name: str) -> dict[str, Any]:
         }
 
 
+_UNLIKE = {
+    True: "another is set up there: kd restart, or promote",
+    False: "another is set up there, which was never live: kd stop ends what runs of it",
+}
+"""What is said where what a manager would start is not what is live, by whether anything is."""
+
+
 def _print_live(found: dict[str, Any]) -> None:
     from phases.report import fragmentation_lines
 
     def when(at: Any) -> str:
-        if not isinstance(at, (int, float)):
+        if not isinstance(at, (int, float)) or not 0 <= at < 1e11:
             return "at an unknown time"
         return f"{datetime.datetime.fromtimestamp(at, datetime.UTC):%Y-%m-%d %H:%M:%S} UTC"
 
@@ -606,7 +613,7 @@ def _print_live(found: dict[str, Any]) -> None:
         ("service", f"{service['state']}{pid}"),
         ("live", f"{live['name']}, by {live['by']}, {when(live['at'])}" if live else "nothing"),
         *([("", stopped(found["stopped"]))] if found["stopped"] else []),
-        *([] if found["followed"] else [("", "another is set up there: kd restart, or promote")]),
+        *([] if found["followed"] else [("", _UNLIKE[live is not None])]),
         ("before", found["previous"]["name"] if found["previous"] else "nothing"),
         ("lock", f"{lock['owner']}, {when(lock['at'])}: {lock['command']}" if lock else "free"),
         *(("runs", f"{job['name']}, {when(job['at'])}") for job in found["jobs"]),
@@ -1865,6 +1872,8 @@ def restart(ctx: click.Context, host_names: str, as_json: bool) -> None:
 def stop(ctx: click.Context, host_names: str, as_json: bool) -> None:
     """Take down what is live on a host, with every process of it; `kd status` says so then.
 
+    Where nothing is live, what a change that was killed left running is taken down.
+
     It stays down until `kd restart`, `kd promote` or `kd rollback`: a promotion that fails
     meanwhile does not start it either. Ctrl-C does not take a stop back.
     """
@@ -1872,7 +1881,7 @@ def stop(ctx: click.Context, host_names: str, as_json: bool) -> None:
     def one(host: Any) -> tuple[dict[str, Any], int]:
         with _live_service(host) as live:
             entry = live.releases.promotions()["live"]
-            if entry is None:
+            if entry is None and not live.runs():
                 raise ConfigError(
                     f"host {host.name}: nothing is live, so there is nothing to stop",
                     remedy=f"kd status --host {host.name}",

@@ -504,6 +504,11 @@ def no_release(root: str) -> dict[str, str | None]:
     return {"before": before}
 
 
+def current(root: str) -> str | None:
+    """The release that `current` points at, whether it is there or not."""
+    return _current(_root(root))
+
+
 def remove_service(root: str) -> dict[str, Any]:
     """Let nothing be live: no `service.json` that a manager could start, no `current`."""
     with contextlib.suppress(FileNotFoundError):

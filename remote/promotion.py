@@ -21,6 +21,7 @@ from kdtree_engine.errors import ConfigError
 from remote.errors import TransportError
 from remote.inventory import Host, Service
 from remote.jobs import Heard, JobGone, follow, new_job_name
+from remote.promoter import NOTHING
 from remote.releases import ReleaseRefused, Releases
 from remote.service import Manager, manager_of, service_document
 from remote.transport import Transport
@@ -148,10 +149,18 @@ class LiveService:
         return self._change(what, kept, checks, seen=seen, command=command, note=note)
 
     def stop(
-        self, live: Mapping[str, Any], *, command: str, note: Callable[[str], None]
+        self, live: Mapping[str, Any] | None, *, command: str, note: Callable[[str], None]
     ) -> Outcome:
-        """Take down what is live, on purpose. live: its entry of the promotion log."""
-        return self._change("stop", live, (), seen=live, command=command, note=note)
+        """Take down what is live, on purpose. live: its entry of the promotion log.
+
+        None is for what runs though nothing is live: see `runs`.
+        """
+        seen = {"at": NOTHING} if live is None else live
+        return self._change("stop", live or {}, (), seen=seen, command=command, note=note)
+
+    def runs(self) -> bool:
+        """Whether anything of a service is there, live or left by a change that was killed."""
+        return self.manager.status().pid is not None or bool(self.releases.service_left())
 
     def readiness(self) -> list[dict[str, Any]]:
         """Whether the host has what a promotion needs: see `remote.readiness`."""

@@ -407,11 +407,37 @@ class TestStoppedOnPurpose:
             assert rig.manager.serves is None
         assert rig.promoter("stop").stop()["result"] == "off"
 
-    def test_where_nothing_is_live_there_is_nothing_to_stop(self, rig: Rig) -> None:
+    def test_where_nothing_is_live_what_runs_is_stopped(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As a first promotion leaves it that was killed. Nothing of it was ever in the log."""
         (rig.root / "promotions.jsonl").unlink()
-        with pytest.raises(agent.Refused, match="nothing is live"):
-            rig.promoter("stop").stop()
-        assert rig.manager.serves == "good", "it is not known whose that is"
+        (rig.root / "releases/a").mkdir()
+        (rig.root / "releases/a/release.json").write_text("{}")
+        agent.switch(str(rig.root), "a")
+        first = {"state": "running", "pid": 7, "said": ""}
+        with monkeypatch.context() as patched:
+            patched.setattr(rig.manager, "status", lambda: first)
+            ends = rig.promoter("stop", seen=promoter.NOTHING).stop()
+        name = "what an unfinished change left running (release a)"
+        assert (ends["result"], ends["text"]) == ("off", f"{name} is stopped, on purpose")
+        assert rig.manager.serves is None
+        found = agent.promotions(str(rig.root))
+        assert (found["live"], found["stopped"], found["followed"]) == (None, None, True)
+        audited = agent.audited(str(rig.root), 2)["entries"]
+        assert [(one["from"], one["to"], one["result"]) for one in audited] == [
+            (None, name, "begins"),
+            (None, name, "off"),
+        ]
+        with pytest.raises(agent.Refused, match="nothing is live, and nothing runs"):
+            rig.promoter("stop", seen=promoter.NOTHING).stop()
+        with pytest.raises(agent.Refused, match="is not what is live by now"):
+            rig.promoter("restart").activate(target("good"), back=False)
+
+    def test_what_has_become_live_meanwhile_is_not_stopped_for_it(self, rig: Rig) -> None:
+        with pytest.raises(agent.Refused, match="another was quicker: good, by me, is live by now"):
+            rig.promoter("stop", seen=promoter.NOTHING).stop()
+        assert rig.manager.serves == "good"
 
     def test_what_does_not_end_is_said_and_not_written_down(
         self, rig: Rig, monkeypatch: pytest.MonkeyPatch
