@@ -2070,9 +2070,9 @@ def unlock(host_name: str, owner: str | None, as_json: bool) -> None:
 def hosts_check(ctx: click.Context, as_json: bool, names: tuple[str, ...]) -> None:
     """Whether hosts can be reached, and have what a promotion will need. Default: every host.
 
-    That is SGLang, the service manager, the model, a free port, room on the disk, the secrets that
-    are named, and GPUs with free memory. Nothing is changed there, and nothing started: whether
-    SGLang can serve that model is seen by `kd record`. Exit code 1 where a host cannot be reached
+    That is SGLang, the service manager, the model, a free port, room on the disk, records of earlier
+    promotions that can be read, the secrets that are named, and GPUs with free memory. Nothing is
+    changed there, and nothing started: whether SGLang can serve that model is seen by `kd record`. Exit code 1 where a host cannot be reached
     or lacks something; what is on stderr.
     """
     from remote.inventory import load_inventory

@@ -489,6 +489,7 @@ def put_service(root: str, name: str, text: str) -> dict[str, str]:
     if not _ID.fullmatch(name):
         raise Refused(f"{name!r} cannot be a file of the service")
     folder = _root(root) / "service"
+    _require_folder(folder)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _write(folder / name, text)
     return {"path": str(folder / name)}
@@ -727,6 +728,7 @@ def start_job(
     It is in a session of its own, reads `given`, and prints to `log`. How it ends is in `exit`.
     """
     folder = _job(root, name)
+    _require_folder(folder.parent)
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _remove_old_jobs(folder.parent)
     try:
@@ -952,6 +954,13 @@ def _root(root: str) -> pathlib.Path:
     if not place.is_absolute():
         raise Refused(f"root: expected an absolute path, got {root!r}")
     return place
+
+
+def require_folders(root: str) -> None:
+    """Refused where a file is in the place of a folder that promotions use."""
+    place = _root(root)
+    for folder in (place, *(place / name for name in ("releases", "incoming", "service", "jobs"))):
+        _require_folder(folder)
 
 
 def _require_folder(path: pathlib.Path) -> None:

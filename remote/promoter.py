@@ -90,7 +90,7 @@ class Promoter:
         self._port = int(request["port"])
         self._say = say
         self._manager = managers.manager_of(self._root, request["manager"])
-        self._log = pathlib.Path(self._root).expanduser() / "service" / "service.log"
+        self._log = agent.in_home(self._root) / "service" / "service.log"
         self._log_start = 0
         self._going_back = False
         self._was_stopped = False
@@ -238,7 +238,7 @@ class Promoter:
         """Whether the recorded tokens say anything of an entry of the promotion log."""
         named = _model(entry)
         here, there = (
-            None if path is None else pathlib.Path(path).expanduser()
+            None if path is None else agent.in_home(path)
             for path in (named, str(self._request["model"]))
         )
         return here is None or here == there

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -55,6 +56,29 @@ def test_what_is_nested_without_end_is_damaged(tmp_path: pathlib.Path, name: str
     assert "damaged" in str(agent.answer({"do": "lock_holder", "root": str(tmp_path)})) or (
         name != "lock.json"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "request_"),
+    [
+        ("service", {"do": "put_service", "name": "x", "text": ""}),
+        ("jobs", {"do": "start_job", "name": "x", "command": ["true"], "environment": {}}),
+        ("releases", {"do": "prepare"}),
+        ("incoming", {"do": "prepare"}),
+    ],
+)
+def test_a_file_in_a_folder_s_place_comes_with_what_to_do(
+    tmp_path: pathlib.Path, name: str, request_: dict[str, Any]
+) -> None:
+    """In the words of `kd hosts check`, which looks for that before a promotion does."""
+    (tmp_path / name).write_text("")
+    said = agent.answer({**request_, "root": str(tmp_path)})["error"]
+    assert said.endswith(
+        f"expected a folder, got a file: move it away by hand (mv {tmp_path / name} ELSEWHERE)"
+    )
+    with pytest.raises(agent.Refused) as caught:
+        agent.require_folders(str(tmp_path))
+    assert str(caught.value) == said
 
 
 @pytest.mark.parametrize(
