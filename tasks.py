@@ -13,7 +13,6 @@ import shlex
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -1953,20 +1952,20 @@ def _live_service(host: Any) -> Iterator[Any]:
 @contextlib.contextmanager
 def _hangup_leaves() -> Iterator[None]:
     """A closed terminal (SIGHUP) ends this process alone; under nohup it does not even do that."""
-    main_thread = threading.current_thread() is threading.main_thread()
-    if not main_thread or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        yield
-        return
+    from phases.runner import signals_raise
 
-    def leave(number: int, frame: object) -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        raise SystemExit(128 + signal.SIGHUP)  # as a shell says of what that signal has ended
+    left = False
+    code = 128 + signal.SIGHUP  # as a shell says of what that signal has ended
 
-    before = signal.signal(signal.SIGHUP, leave)
-    try:
+    def leave() -> SystemExit | None:
+        nonlocal left
+        first, left = not left, True
+        return SystemExit(code) if first else None
+
+    with signals_raise(leave, signal.SIGHUP):
         yield
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    if left:  # something in between took it for its own: no further host is begun with
+        raise SystemExit(code)
 
 
 def _checks(live: Any) -> list[dict[str, Any]]:
@@ -2070,10 +2069,10 @@ def unlock(host_name: str, owner: str | None, as_json: bool) -> None:
 def hosts_check(ctx: click.Context, as_json: bool, names: tuple[str, ...]) -> None:
     """Whether hosts can be reached, and have what a promotion will need. Default: every host.
 
-    That is SGLang, the service manager, the model, a free port, room on the disk, records of earlier
-    promotions that can be read, the secrets that are named, and GPUs with free memory. Nothing is
-    changed there, and nothing started: whether SGLang can serve that model is seen by `kd record`. Exit code 1 where a host cannot be reached
-    or lacks something; what is on stderr.
+    That is SGLang, the service manager, the model, a free port, room on the disk, what earlier
+    promotions wrote down, the secrets that are named, and GPUs with free memory. Nothing is changed
+    there, and nothing started: whether SGLang can serve that model is seen by `kd record`. Exit
+    code 1 where a host cannot be reached or lacks something; what is on stderr.
     """
     from remote.inventory import load_inventory
 

@@ -690,12 +690,41 @@ def test_a_closed_terminal_leaves_a_promotion_to_the_host(host: StandInHost) -> 
     assert host.promote(host.place("good")).done
     host.place("new", "slow")
     interrupts(host, "starts: phase 3 of new", number=signal.SIGHUP)
-    with signals_interrupt(), tasks._hangup_leaves(), pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as ended, signals_interrupt(), tasks._hangup_leaves():
         host.promote("new")
     assert ended.value.code == 129
     assert host.said[-1] == "starts: phase 3 of new", "nobody is there to read more"
     _ended(host)
     host.is_well("new")
+
+
+def test_a_terminal_that_closes_while_an_object_is_finalized_is_closed_too() -> None:
+    """What is raised there is dropped by Python: kd went on, and ended with 0."""
+
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGHUP)
+
+    def goes_on() -> None:
+        Finalized()
+        time.sleep(20)
+
+    begun = time.monotonic()
+    with pytest.raises(SystemExit) as ended, signals_interrupt(), tasks._hangup_leaves():
+        goes_on()
+    assert ended.value.code == 129
+    assert time.monotonic() - begun < 10
+
+
+def test_a_closed_terminal_that_something_swallowed_ends_kd_before_the_next_host() -> None:
+    def swallows() -> None:
+        with contextlib.suppress(SystemExit):
+            signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)  # once more changes nothing
+
+    with pytest.raises(SystemExit) as ended, tasks._hangup_leaves():
+        swallows()
+    assert ended.value.code == 129
 
 
 @pytest.mark.slow
