@@ -586,11 +586,14 @@ def model_of(root: str, path: str) -> dict[str, Any]:
         for one in folder.rglob(kind)
     )
     try:
+        vocabulary = int(text["vocab_size"])
+        if vocabulary < 1:
+            raise ValueError(f"vocab_size {vocabulary}")
         return {
             "path": str(folder),
             "config": file_digest(folder / "config.json"),
             "files": _digest(json.dumps(weights)),
-            "vocabulary": int(text["vocab_size"]),
+            "vocabulary": vocabulary,
             "positions": int(text.get("max_position_embeddings", 0)) or None,
         }
     except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -1371,8 +1374,13 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     except Refused as error:
         return {"error": str(error)}
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        return {"error": f"{where}{error.strerror or error}"}
+        return {"error": told(error)}
+
+
+def told(error: OSError) -> str:
+    """One line of a fault of the host, such as a full disk, with the file."""
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror or error}"
 
 
 def main(request: dict[str, Any]) -> None:

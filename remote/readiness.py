@@ -165,11 +165,16 @@ def look(request: dict[str, Any]) -> list[dict[str, Any]]:
         try:
             said, ok = one(), True
         except Exception as error:  # whatever ends one look, the others are of use
-            known = isinstance(error, (agent.Refused, OSError))
-            text = str(error) if known else f"cannot be looked at, a fault of kd: {error!r}"
-            said, ok = " ".join(text.split())[:500], False
+            said, ok = " ".join(_told(error).split())[:500], False
         found.append({"what": one.__name__, "ok": ok, "said": said})
     return found
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return agent.told(error)
+    known = isinstance(error, agent.Refused)
+    return str(error) if known else f"cannot be looked at, a fault of kd: {error!r}"
 
 
 def _fails(line: list[str]) -> bool:
@@ -188,7 +193,12 @@ def _smi(query: str) -> list[list[str]]:
     line = [program, "--format=csv,noheader,nounits", f"--query-gpu={query}"]
     try:
         done = subprocess.run(
-            line, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT_S
+            line,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_LIMIT_S,
         )
     except subprocess.TimeoutExpired:
         raise agent.Refused(f"nvidia-smi did not answer within {_LIMIT_S:g} s") from None

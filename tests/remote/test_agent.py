@@ -87,6 +87,7 @@ def test_a_file_in_a_folder_s_place_comes_with_what_to_do(
         ('{"vocab_size": 1e999}', "no number of tokens"),
         ('{"vocab_size": 9, "max_position_embeddings": 1e999}', "no number of tokens"),
         ('{"vocab_size": NaN}', "no number of tokens"),
+        ('{"vocab_size": -5}', "no number of tokens"),
         ("[" * 100_000, "nested too deeply"),
     ],
 )

@@ -270,7 +270,9 @@ def test_a_root_below_a_file(host: Host, tmp_path: pathlib.Path) -> None:
     program.write_text("")
     program.chmod(0o755)
     host.request["root"] = str(program / "root")
-    assert host.lacks()["disk"] == f"{program} is a file, and a folder is to be there"
+    lacks = host.lacks()
+    assert lacks["disk"] == f"{program} is a file, and a folder is to be there"
+    assert lacks["secrets"] == f"{program}/root/secrets.env: Not a directory"
 
 
 def test_one_look_that_fails_hides_no_other(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,6 +313,7 @@ def test_memory_that_is_not_told_is_said_to_be_so(host: Host, told: str, untold:
         ("printf ''", "there is no GPU"),
         ("echo '0, [N/A], 0, 5'", "2 of sm_120 are needed, and there is GPU 0: an unknown arch"),
         ("echo no driver; exit 9", "nvidia-smi fails: no driver"),
+        ("printf '\\377\\376'", "nvidia-smi fails: \ufffd\ufffd"),
         (
             "printf '0, 12.0, 5, 97887\\n1, 12.0, 80000, 97887\\n'",
             "memory is held, and no service of kd's runs: 80000 of 97887 MiB of GPU 1",
