@@ -242,7 +242,8 @@ class LiveService:
             self.releases.start_promoter(job, request)
         except BaseException as error:
             # The answer may be lost and the job begun: it has the token then, and ends as it can.
-            if not self._begun(job):
+            # One that was ended with the command that began it gives nothing back.
+            if not self._goes_on(job):
                 self._unlock(token)
                 raise
             if not isinstance(error, KeyboardInterrupt):
@@ -251,14 +252,14 @@ class LiveService:
             asked = True
         return self._follow(what, job, token, note, asked)
 
-    def _begun(self, job: str) -> bool:
+    def _goes_on(self, job: str) -> bool:
+        """Whether it was begun and lives; True where the host cannot be asked."""
         try:
-            self.releases.look_at_job(job)
+            return bool(self.releases.look_at_job(job)["alive"])
         except ReleaseRefused:
             return False
         except TransportError:
             return True
-        return True
 
     def _unlock(self, token: str) -> None:
         with contextlib.suppress(TransportError):  # what went wrong before is what is told

@@ -636,6 +636,27 @@ def test_a_job_that_ends_before_its_first_step_leaves_no_lock(
 
 
 @pytest.mark.slow
+def test_a_terminal_that_closes_while_the_job_is_started_leaves_no_lock(
+    host: StandInHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ends the command on the host ends what that had just begun, before its first step."""
+    host.place("a")
+    start = host.releases.start_promoter
+
+    def closed(job: str, request: Any) -> None:
+        start(job, request)
+        host.releases.end_job(job, signal.SIGKILL)
+        while host.releases.look_at_job(job)["alive"]:
+            time.sleep(0.05)
+        raise SystemExit(129)
+
+    monkeypatch.setattr(host.releases, "start_promoter", closed)
+    with pytest.raises(SystemExit):
+        host.promote("a")
+    assert host.releases.lock_holder() is None
+
+
+@pytest.mark.slow
 def test_a_promoter_that_was_killed_is_not_said_to_go_on(host: StandInHost) -> None:
     host.place("a", "silent")
 

@@ -256,7 +256,13 @@ class TestLeft:
         assert host.service_left() == []
         os.kill(sleeps, 9)
 
-    @pytest.mark.parametrize("noted", ["", "[]", "{}", '{"pid": 0, "started": 0}', '{"pid": "x"}'])
+    @pytest.mark.parametrize(
+        "noted",
+        [
+            *("", "[]", "{}", '{"pid": 0, "started": 0}', '{"pid": "x"}'),
+            *('{"pid": 1e999, "started": 1}', "[" * 100_000),
+        ],
+    )
     def test_a_note_that_says_nothing_is_of_nobody(self, host: Releases, noted: str) -> None:
         host.put_service("service.pid", noted)
         assert host.service_left() == []
