@@ -14,7 +14,6 @@ import shlex
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -601,11 +600,18 @@ def _live_status(host_name: str) -> dict[str, Any]:
         }
 
 
+_UNLIKE = {
+    True: "another is set up there: kd restart, or promote",
+    False: "another is set up there, which was never live: kd stop ends what runs of it",
+}
+"""What is said where what a manager would start is not what is live, by whether anything is."""
+
+
 def _print_live(found: dict[str, Any]) -> None:
     from phases.report import fragmentation_lines
 
     def when(at: Any) -> str:
-        if not isinstance(at, (int, float)):
+        if not isinstance(at, (int, float)) or not 0 <= at < 1e11:
             return "at an unknown time"
         return f"{datetime.datetime.fromtimestamp(at, datetime.UTC):%Y-%m-%d %H:%M:%S} UTC"
 
@@ -619,7 +625,7 @@ def _print_live(found: dict[str, Any]) -> None:
         ("service", f"{service['state']}{pid}"),
         ("live", f"{live['name']}, by {live['by']}, {when(live['at'])}" if live else "nothing"),
         *([("", stopped(found["stopped"]))] if found["stopped"] else []),
-        *([] if found["followed"] else [("", "another is set up there: kd restart, or promote")]),
+        *([] if found["followed"] else [("", _UNLIKE[live is not None])]),
         ("before", found["previous"]["name"] if found["previous"] else "nothing"),
         ("lock", f"{lock['owner']}, {when(lock['at'])}: {lock['command']}" if lock else "free"),
         *(("runs", f"{job['name']}, {when(job['at'])}") for job in found["jobs"]),
@@ -1878,6 +1884,8 @@ def restart(ctx: click.Context, host_names: str, as_json: bool) -> None:
 def stop(ctx: click.Context, host_names: str, as_json: bool) -> None:
     """Take down what is live on a host, with every process of it; `kd status` says so then.
 
+    Where nothing is live, what a change that was killed left running is taken down.
+
     It stays down until `kd restart`, `kd promote` or `kd rollback`: a promotion that fails
     meanwhile does not start it either. Ctrl-C does not take a stop back.
     """
@@ -1885,7 +1893,7 @@ def stop(ctx: click.Context, host_names: str, as_json: bool) -> None:
     def one(host: Any) -> tuple[dict[str, Any], int]:
         with _live_service(host) as live:
             entry = live.releases.promotions()["live"]
-            if entry is None:
+            if entry is None and not live.runs():
                 raise ConfigError(
                     f"host {host.name}: nothing is live, so there is nothing to stop",
                     remedy=f"kd status --host {host.name}",
@@ -1957,20 +1965,20 @@ def _live_service(host: Any) -> Iterator[Any]:
 @contextlib.contextmanager
 def _hangup_leaves() -> Iterator[None]:
     """A closed terminal (SIGHUP) ends this process alone; under nohup it does not even do that."""
-    main_thread = threading.current_thread() is threading.main_thread()
-    if not main_thread or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        yield
-        return
+    from phases.runner import signals_raise
 
-    def leave(number: int, frame: object) -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        raise SystemExit(128 + signal.SIGHUP)  # as a shell says of what that signal has ended
+    left = False
+    code = 128 + signal.SIGHUP  # as a shell says of what that signal has ended
 
-    before = signal.signal(signal.SIGHUP, leave)
-    try:
+    def leave() -> SystemExit | None:
+        nonlocal left
+        first, left = not left, True
+        return SystemExit(code) if first else None
+
+    with signals_raise(leave, signal.SIGHUP):
         yield
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    if left:  # something in between took it for its own: no further host is begun with
+        raise SystemExit(code)
 
 
 def _checks(live: Any) -> list[dict[str, Any]]:
@@ -2074,10 +2082,10 @@ def unlock(host_name: str, owner: str | None, as_json: bool) -> None:
 def hosts_check(ctx: click.Context, as_json: bool, names: tuple[str, ...]) -> None:
     """Whether hosts can be reached, and have what a promotion will need. Default: every host.
 
-    That is SGLang, the service manager, the model, a free port, room on the disk, the secrets that
-    are named, and GPUs with free memory. Nothing is changed there, and nothing started: whether
-    SGLang can serve that model is seen by `kd record`. Exit code 1 where a host cannot be reached
-    or lacks something; what is on stderr.
+    That is SGLang, the service manager, the model, a free port, room on the disk, what earlier
+    promotions wrote down, the secrets that are named, and GPUs with free memory. Nothing is changed
+    there, and nothing started: whether SGLang can serve that model is seen by `kd record`. Exit
+    code 1 where a host cannot be reached or lacks something; what is on stderr.
     """
     from remote.inventory import load_inventory
 

@@ -12,8 +12,10 @@ import os
 import pathlib
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import filelock
 
@@ -45,8 +47,11 @@ __all__ = [
     "run_that_goes_on",
     "select",
     "signals_interrupt",
+    "signals_raise",
     "unproven",
 ]
+
+_AGAIN_S = 0.05
 
 Selection = Sequence[tuple[Phase, Gate]]
 
@@ -303,25 +308,64 @@ def signals_interrupt() -> Iterator[None]:
     A signal that is ignored already, as SIGHUP under nohup, stays so. Only the main thread may
     set handlers.
     """
+    heard = False
+
+    def interrupt() -> KeyboardInterrupt | None:
+        nonlocal heard
+        first, heard = not heard, True
+        return KeyboardInterrupt() if first else None
+
+    with signals_raise(interrupt, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        yield
+
+
+@contextlib.contextmanager
+def signals_raise(
+    what: Callable[[], BaseException | None], *numbers: signal.Signals
+) -> Iterator[None]:
+    """What `what` gives is raised in the main thread when one of these signals comes, if any.
+
+    For certain: Python drops what a handler raises while an object is being finalized, which a
+    collection of garbage may do at any time. It is raised once more then, a moment later.
+
+    A signal that is ignored already stays so. Only the main thread may set handlers.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    heard = False
+    raised: list[BaseException] = []
+    dropped: list[BaseException] = []
+    timers: list[threading.Timer] = []
 
-    def interrupt(number: int, frame: object) -> None:
-        nonlocal heard
-        if not heard:
-            heard = True
-            raise KeyboardInterrupt
+    def handle(number: int, frame: object) -> None:
+        error = dropped.pop() if dropped else what()
+        if error is not None:
+            raised.append(error)
+            raise error
+
+    def drops(about: Any) -> None:
+        if not any(about.exc_value is error for error in raised):
+            told(about)
+            return
+        dropped.append(about.exc_value)
+        again = (threading.main_thread().ident, next(iter(before)))
+        timers.append(threading.Timer(_AGAIN_S, signal.pthread_kill, again))
+        timers[-1].daemon = True
+        timers[-1].start()
 
     before = {
-        number: signal.signal(number, interrupt)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        number: signal.signal(number, handle)
+        for number in numbers
         if signal.getsignal(number) is not signal.SIG_IGN
     }
+    told, sys.unraisablehook = sys.unraisablehook, drops
     try:
         yield
     finally:
+        sys.unraisablehook = told
+        for timer in timers:
+            timer.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
+        raised.clear()  # its frames lead here

@@ -51,6 +51,8 @@ _ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,99}")
 _BLOCK = 1 << 20
 _METRICS_S, _METRICS_BYTES = 5.0, 32 << 20
 """How long a service may take to say its metrics, and how many bytes of them are looked at."""
+_METRICS_LINE_BYTES, _METRICS_KEPT_BYTES = 1 << 16, 1 << 20
+"""How long a line of them may be, and how much of them is told: what kd exports is a few lines."""
 _JOBS_KEPT = 20
 """How many jobs that have ended keep their logs."""
 _JOB_STARTS_S = 600.0
@@ -65,6 +67,7 @@ def prepare(root: str) -> dict[str, Any]:
     """Make the folders, for this user alone; where they are and how much is free, in bytes."""
     place = _root(root)
     for folder in (place, place / "releases", place / "incoming"):
+        _require_folder(folder)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return {
         "root": str(place),
@@ -296,7 +299,7 @@ def promotions(root: str) -> dict[str, Any]:
     stack = history(entries)
     live = stack[-1] if stack else {}
     try:
-        starts = json.loads((place / "service" / "service.json").read_text(encoding="utf-8"))
+        starts = parsed((place / "service" / "service.json").read_bytes())
     except (OSError, ValueError):
         starts = None
     return {
@@ -379,27 +382,35 @@ def prune(root: str, keep: int) -> dict[str, list[str]]:
     for number, name in enumerate(names):
         if name in kept or (name not in order and number > youngest):
             continue
-        if _in_use(place / "releases" / name):
-            in_use.append(name)
-            continue
-        # Out of sight first: a release that is half removed must not look like a whole one.
-        gone = place / "releases" / f".removed.{name}"
-        (place / "releases" / name).rename(gone)
+        release = place / "releases" / name
+        with _unused(release) as unused:
+            if not unused:
+                in_use.append(name)
+                continue
+            # Out of sight first: a release that is half removed must not look like a whole one.
+            release.rename(release.with_name(f".removed.{name}"))
         removed.append(name)
     _remove_hidden(place)
     return {"removed": removed, "in_use": in_use}
 
 
-def _in_use(release: pathlib.Path) -> bool:
-    """Whether a process has marked a release as one that it works with: see `remote.validation`."""
+@contextlib.contextmanager
+def _unused(release: pathlib.Path) -> Iterator[bool]:
+    """Whether no process has marked a release as one that it works with: see `remote.validation`.
+
+    Where none has, none can inside the `with` block. Who waits for the mark then sees that the
+    release is gone.
+    """
     descriptor = os.open(release / "release.json", os.O_RDWR)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
     finally:
         os.close(descriptor)
-    return False
 
 
 def _remove_hidden(place: pathlib.Path) -> None:
@@ -478,6 +489,7 @@ def put_service(root: str, name: str, text: str) -> dict[str, str]:
     if not _ID.fullmatch(name):
         raise Refused(f"{name!r} cannot be a file of the service")
     folder = _root(root) / "service"
+    _require_folder(folder)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _write(folder / name, text)
     return {"path": str(folder / name)}
@@ -491,6 +503,11 @@ def no_release(root: str) -> dict[str, str | None]:
         (place / "current").unlink()
     _sync(place)
     return {"before": before}
+
+
+def current(root: str) -> str | None:
+    """The release that `current` points at, whether it is there or not."""
+    return _current(_root(root))
 
 
 def remove_service(root: str) -> dict[str, Any]:
@@ -557,7 +574,7 @@ def model_of(root: str, path: str) -> dict[str, Any]:
 
     files: a hash over the names and sizes of its weights, as reading a terabyte takes too long.
     """
-    folder = pathlib.Path(path).expanduser()
+    folder = in_home(path)
     config = _json(folder / "config.json")
     if config is None:
         raise Refused(f"{folder} has no config.json: expected the folder of a model")
@@ -569,14 +586,17 @@ def model_of(root: str, path: str) -> dict[str, Any]:
         for one in folder.rglob(kind)
     )
     try:
+        vocabulary = int(text["vocab_size"])
+        if vocabulary < 1:
+            raise ValueError(f"vocab_size {vocabulary}")
         return {
             "path": str(folder),
             "config": file_digest(folder / "config.json"),
             "files": _digest(json.dumps(weights)),
-            "vocabulary": int(text["vocab_size"]),
+            "vocabulary": vocabulary,
             "positions": int(text.get("max_position_embeddings", 0)) or None,
         }
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise Refused(f"{folder / 'config.json'}: no number of tokens: {error!r}") from error
 
 
@@ -622,20 +642,43 @@ def metrics(root: str, leader: int, port: int, prefix: str) -> dict[str, str]:
     """
     if listens(root, leader, port) is False:
         return {"text": ""}
-    until = time.monotonic() + _METRICS_S
-    kept, size = [], 0
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_METRICS_S)
-    with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
+    kept, size, left, begins = [], 0, _METRICS_KEPT_BYTES, True
+    quietly = contextlib.suppress(OSError, ValueError, http.client.HTTPException)
+    # A socket's own limit begins anew with each byte, and headers may go on for ever.
+    with contextlib.closing(connection), quietly, within(_METRICS_S):
         connection.request("GET", "/metrics")
         answer = connection.getresponse()
-        while answer.status == 200 and time.monotonic() < until and size < _METRICS_BYTES:
-            line = answer.readline(_BLOCK)
+        while answer.status == 200 and size < _METRICS_BYTES:
+            line = answer.readline(_METRICS_LINE_BYTES)
             if not line:
                 break
             size += len(line)
-            if line.startswith(prefix.encode()):
+            whole = begins and line.endswith(b"\n")
+            begins = line.endswith(b"\n")  # else the next one is the rest of a line without end
+            if whole and line.startswith(prefix.encode()) and left >= len(line):
+                left -= len(line)
                 kept.append(line.decode(errors="replace"))
     return {"text": "".join(kept)}
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """A limit of the whole of what is done inside the `with` block: TimeoutError after it.
+
+    Of the main thread alone, as it is a signal.
+    """
+
+    def late(number: int, frame: object) -> None:
+        raise TimeoutError(f"no whole answer within {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def kill_group(root: str, pid: int) -> dict[str, list[int]]:
@@ -654,9 +697,9 @@ def service_left(root: str) -> dict[str, list[int]]:
     """
     folder = _root(root) / "service"
     try:
-        noted = json.loads((folder / "service.pid").read_text(encoding="utf-8"))
+        noted = parsed((folder / "service.pid").read_bytes())
         first, started = int(noted["pid"]), int(noted["started"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         first = started = 0
     if first < 2:
         return {"processes": []}  # none was started, or none that could be told from another
@@ -688,6 +731,7 @@ def start_job(
     It is in a session of its own, reads `given`, and prints to `log`. How it ends is in `exit`.
     """
     folder = _job(root, name)
+    _require_folder(folder.parent)
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _remove_old_jobs(folder.parent)
     try:
@@ -712,21 +756,48 @@ def start_job(
 
 def jobs(root: str) -> dict[str, Any]:
     """The names of the jobs that go on right now, and when each began (Unix time), oldest first."""
-    found = []
+    found, unknown = [], []
     for folder in (_root(root) / "jobs").glob("*"):
         about = _job_of(folder)
-        if about is not None and _goes_on(folder, about):
+        if about is None:
+            unknown.append(folder)
+        elif _goes_on(folder, about):
             found.append({"name": folder.name, "at": about["at"]})
+    busy = _workplaces() if unknown else set()
+    for folder in unknown:
+        with contextlib.suppress(OSError):  # another request removes it
+            if _identity(folder) in busy:
+                found.append({"name": folder.name, "at": folder.stat().st_mtime})
     return {"jobs": sorted(found, key=lambda one: (one["at"], one["name"]))}
 
 
 def _job_of(folder: pathlib.Path) -> dict[str, Any] | None:
-    """pid, since and at of a job; None of one that was cut short, or whose file is damaged."""
+    """pid, since and at of a job; None of one that was cut short, or whose file is damaged.
+
+    since: None where it had ended before anybody looked.
+    """
     try:
-        about = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-        return {"pid": int(about["pid"]), "since": about["since"], "at": float(about["at"])}
+        about = parsed((folder / "job.json").read_bytes())
+        pid, since, at = about["pid"], about["since"], about["at"]
     except (OSError, ValueError, LookupError, TypeError):
         return None
+    right = isinstance(pid, int) and 0 < pid < 1 << 32 and isinstance(since, (int, type(None)))
+    if not right or not isinstance(at, (int, float)) or not 0 <= at < 1e11:
+        return None
+    return {"pid": pid, "since": since, "at": float(at)}
+
+
+def _known_job(folder: pathlib.Path) -> dict[str, Any]:
+    about = _job_of(folder)
+    if about is not None:
+        return about
+    place = folder / "job.json"
+    if not place.exists():
+        raise Refused(f"there is no job {folder.name}")
+    raise Refused(
+        f"{place} is damaged, so that nobody knows which process that job is: look at "
+        f"{folder / 'log'}; its processes work in {folder}"
+    )
 
 
 def _goes_on(folder: pathlib.Path, about: dict[str, Any]) -> bool:
@@ -735,16 +806,38 @@ def _goes_on(folder: pathlib.Path, about: dict[str, Any]) -> bool:
 
 
 def _remove_old_jobs(folder: pathlib.Path) -> None:
-    """All but the last that have ended. One that is just being started has no `job.json` yet."""
+    """All but the last that have ended.
+
+    One that is just being started has no `job.json` yet, and one whose `job.json` is damaged may go
+    on: such a folder stays while it is young, and while a process works in it.
+    """
     ended = []
     for job in folder.glob("*"):
         about = _job_of(job)
         with contextlib.suppress(OSError):  # another request removes it as well
             if about is None or not _goes_on(job, about):
-                ended.append((job.stat().st_mtime, job))
-    for changed, job in sorted(ended)[:-_JOBS_KEPT]:
-        if abs(time.time() - changed) > _JOB_STARTS_S or (job / "job.json").exists():
-            shutil.rmtree(job, ignore_errors=True)
+                ended.append((job.stat().st_mtime, job, about is not None))
+    old = sorted(ended)[:-_JOBS_KEPT]
+    busy = _workplaces() if old else set()
+    for changed, job, known in old:
+        with contextlib.suppress(OSError):
+            aged = known or abs(time.time() - changed) > _JOB_STARTS_S
+            if aged and _identity(job) not in busy:
+                shutil.rmtree(job, ignore_errors=True)
+
+
+def _identity(folder: pathlib.Path) -> tuple[int, int]:
+    found = folder.stat()
+    return found.st_dev, found.st_ino
+
+
+def _workplaces() -> set[tuple[int, int]]:
+    """The folders that processes work in, of those that can be looked at, as `_identity` says."""
+    found = set()
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone by now, or another user's
+            found.add(_identity(process / "cwd"))
+    return found
 
 
 # It waits for the program, as nobody else would, and is not ended by what ends the program.
@@ -772,9 +865,7 @@ def look_at_job(root: str, name: str, offset: int = 0) -> dict[str, Any]:
     exit_code: None while it goes on, and of one that ended with nobody to see it (`alive` false).
     """
     folder = _job(root, name)
-    about = _json(folder / "job.json")
-    if about is None:
-        raise Refused(f"there is no job {name}")
+    about = _known_job(folder)
     # Whether it lives is asked first: what it printed last is then read for certain.
     alive = about["since"] is not None and _since(about["pid"]) == about["since"]
     try:
@@ -796,8 +887,11 @@ def look_at_job(root: str, name: str, offset: int = 0) -> dict[str, Any]:
 
 def end_job(root: str, name: str, number: int = signal.SIGTERM) -> dict[str, bool]:
     """Send a signal to a job and all that it has started; whether it was there."""
-    about = _json(_job(root, name) / "job.json")
-    if about is None or about["since"] is None or _since(about["pid"]) != about["since"]:
+    folder = _job(root, name)
+    if not (folder / "job.json").exists():
+        return {"was_alive": False}
+    about = _known_job(folder)
+    if about["since"] is None or _since(about["pid"]) != about["since"]:
         return {"was_alive": False}
     if number == signal.SIGKILL:
         kill_group(root, about["pid"])  # those too that made a group of their own
@@ -852,17 +946,34 @@ def audited(root: str, last: int) -> dict[str, Any]:
     found = []
     for line in lines:
         with contextlib.suppress(ValueError):
-            entry = json.loads(line)
+            entry = parsed(line)
             if isinstance(entry, dict):
                 found.append(entry)
     return {"entries": found[-last:]}
 
 
 def _root(root: str) -> pathlib.Path:
-    place = pathlib.Path(root).expanduser()
+    place = in_home(root)
     if not place.is_absolute():
         raise Refused(f"root: expected an absolute path, got {root!r}")
     return place
+
+
+def require_folders(root: str) -> None:
+    """Refused where a file is in the place of a folder that promotions use."""
+    place = _root(root)
+    for folder in (place, *(place / name for name in ("releases", "incoming", "service", "jobs"))):
+        _require_folder(folder)
+
+
+def _require_folder(path: pathlib.Path) -> None:
+    """Refused where something else is in a folder's place."""
+    if os.path.lexists(path) and not path.is_dir():
+        what = "link that leads to no folder" if path.is_symlink() else "file"
+        raise Refused(
+            f"{path}: expected a folder, got a {what}: "
+            f"move it away by hand (mv {shlex.quote(str(path))} ELSEWHERE)"
+        )
 
 
 def _release(place: pathlib.Path, name: str) -> pathlib.Path:
@@ -900,6 +1011,7 @@ def _whole(place: pathlib.Path) -> list[dict[str, Any]]:
     for folder in (place / "releases").glob("[!.]*"):
         try:
             about = _json(folder / "release.json")
+            _order({**(about or {}), "release": folder.name})
         except Refused as error:
             raise Refused(
                 f"{error}: move that release away by hand (mv {shlex.quote(str(folder))} ELSEWHERE)"
@@ -911,7 +1023,10 @@ def _whole(place: pathlib.Path) -> list[dict[str, Any]]:
 
 def _order(about: dict[str, Any]) -> tuple[int, float, str]:
     """What releases are sorted by. The first ones had no number: they are older than all others."""
-    return (about.get("sequence", 0), about.get("placed", 0.0), about["release"])
+    number, placed = about.get("sequence", 0), about.get("placed", 0.0)
+    if not isinstance(number, int) or not isinstance(placed, (int, float)):
+        raise Refused(f"release {about['release']}: expected numbers in sequence and placed")
+    return (number, placed, about["release"])
 
 
 @contextlib.contextmanager
@@ -933,7 +1048,7 @@ def _holder(place: pathlib.Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     try:
-        found = json.loads(content)
+        found = parsed(content)
         texts = [found[name] for name in ("owner", "command", "token")]
         if all(isinstance(text, str) for text in texts) and 0 <= found["at"] < 1e11:
             return dict(found)
@@ -1072,13 +1187,29 @@ def file_digest(path: pathlib.Path) -> str:
     return digest.hexdigest()
 
 
+def parsed(text: str | bytes) -> Any:
+    """What JSON says. Raises ValueError for whatever cannot be read as that."""
+    try:
+        return json.loads(text)
+    except RecursionError:  # a file of brackets alone
+        raise ValueError("it is nested too deeply") from None
+
+
+def in_home(path: str) -> pathlib.Path:
+    """A path with a `~/` or `~name/` at its start read as that home folder."""
+    try:
+        return pathlib.Path(path).expanduser()
+    except RuntimeError as error:  # nobody is called so, or this user has no home
+        raise Refused(f"{path}: {error} Expected an absolute path, or one below ~/") from None
+
+
 def _digest(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 def _json(path: pathlib.Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parsed(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -1118,7 +1249,7 @@ def _lines(path: pathlib.Path) -> list[dict[str, Any]]:
     whole = content[: content.rfind(b"\n") + 1]  # `_append` writes over the rest
     for number, line in enumerate(whole.split(b"\n")[:-1], 1):
         try:
-            entry = json.loads(line)
+            entry = parsed(line)
         except ValueError:
             entry = None
         if not isinstance(entry, dict):
@@ -1243,8 +1374,13 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     except Refused as error:
         return {"error": str(error)}
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        return {"error": f"{where}{error.strerror or error}"}
+        return {"error": told(error)}
+
+
+def told(error: OSError) -> str:
+    """One line of a fault of the host, such as a full disk, with the file."""
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror or error}"
 
 
 def main(request: dict[str, Any]) -> None:

@@ -108,14 +108,19 @@ _LOCKS_OUT = {
     "--config": "names a file that could say any of this: write its options out here",
 }
 """Arguments of SGLang's with which kd could not ask the service for its health and tokens."""
-_HEARD_AT = ("0.0.0.0", "127.0.0.1", "localhost", "::")
+_HEARD_AT = ("0.0.0.0", "127.0.0.1", "localhost")  # not `::`: asyncio has that for IPv6 alone
 
 
 def _meant(name: str, options: Iterable[str]) -> str | None:
-    """The option that `name` is, or is short for: SGLang takes what an option begins with."""
+    """The option that `name` is, or could be short for.
+
+    SGLang takes whatever one of its options alone begins with, and each release has others: `--ap`
+    is `--api-key` in 0.5.23. None of its options is what one of those here begins with, but for
+    those that are here themselves.
+    """
     if name in options:
         return name
-    short = name.startswith("--") and len(name) >= 5
+    short = name.startswith("--") and len(name) > len("--")
     return next((option for option in options if short and option.startswith(name)), None)
 
 

@@ -42,7 +42,7 @@ def secrets(path: pathlib.Path) -> dict[str, str]:
         name, equals, value = line.removesuffix("\r").partition("=")
         if not line.strip() or line.startswith("#"):
             continue
-        if not equals or not name.isidentifier():
+        if not equals or not name.isidentifier() or "\0" in value:
             raise Refused(f"{path}, line {number}: expected NAME=value")
         found[name] = value
     return found

@@ -6,9 +6,11 @@ managers are configured with is made by `remote.service`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -40,13 +42,20 @@ class _OfHost:
     """One unit of this host."""
 
     def __init__(self, root: str, unit: str, python: str) -> None:
-        self._folder = pathlib.Path(root).expanduser() / "service"
+        self._folder = agent.in_home(root) / "service"
         self._root = root
         self._unit = unit
-        self._python = str(pathlib.Path(python).expanduser())
+        self._python = str(agent.in_home(python))
 
     def status(self) -> dict[str, Any]:
         """state, pid (of the first process; None where none runs) and said."""
+        raise NotImplementedError
+
+    def variables(self) -> set[str]:
+        """Names of the variables that it gives to what it starts, of its own environment.
+
+        Refused, with why, where that cannot be seen.
+        """
         raise NotImplementedError
 
     def _end_group(self, leader: int) -> None:
@@ -113,6 +122,20 @@ class Supervisor(_OfHost):
         """state, pid and said."""
         return supervisor_status(self._control("status", self._unit, check=False) or "")
 
+    def variables(self) -> set[str]:
+        """Those that supervisord was started with, or would be from here where none runs.
+
+        It reads none later: those of this connection alone are not the service's.
+        """
+        said = self._control("pid", check=False) if self._conf.exists() else None
+        if said is None:
+            return set(os.environ)
+        try:
+            given = pathlib.Path(f"/proc/{int(said)}/environ").read_bytes()
+        except (OSError, ValueError):
+            raise agent.Refused(f"the environment of supervisord ({said}) cannot be read") from None
+        return {os.fsdecode(one.partition(b"=")[0]) for one in given.split(b"\0") if one}
+
     @property
     def _conf(self) -> pathlib.Path:
         return self._folder / "supervisord.conf"
@@ -176,6 +199,19 @@ class Systemd(_OfHost):
         )
         return systemd_status(done.stdout)
 
+    def variables(self) -> set[str]:
+        """Those of systemd itself, of the user, and those that drop-ins of the unit set.
+
+        kd's own unit sets none. Nobody but systemd knows what is in a drop-in's EnvironmentFile.
+        """
+        ask = ("systemctl", "show", self._unit, "--property=Environment,EnvironmentFiles")
+        told = [_run([*ask], _LIMIT_S), _run(["systemctl", "show-environment"], _LIMIT_S)]
+        for done in told:
+            if done.returncode:
+                raise agent.Refused(f"systemctl does not say what it gives: {_last(done)}")
+        unit, own = (done.stdout for done in told)
+        return systemd_variables(unit, own)
+
     def _as_root(self, *words: str, limit_s: float = _LIMIT_S) -> None:
         """As root; sudo never asks."""
         line = [*(() if os.geteuid() == 0 else ("sudo", "-n")), *words]
@@ -238,6 +274,22 @@ def systemd_status(said: str) -> dict[str, Any]:
         "pid": pid or None,
         "said": found.get("Result", ""),
     }
+
+
+def systemd_variables(unit: str, own: str) -> set[str]:
+    """Of `systemctl show UNIT --property=Environment,EnvironmentFiles` and of `show-environment`.
+
+    Refused where a file that only systemd reads may hold more.
+    """
+    found = dict(line.partition("=")[::2] for line in unit.splitlines() if "=" in line)
+    if found.get("EnvironmentFiles"):
+        raise agent.Refused(f"the unit reads more from {found['EnvironmentFiles'].split()[0]}")
+    # Of a value with a line break `show-environment` makes $'...', so that each line is a variable.
+    names = {line.partition("=")[0] for line in own.splitlines() if "=" in line}
+    names |= {"HOME", "LOGNAME", "SHELL", "USER"}  # of `User=`
+    with contextlib.suppress(ValueError):  # what is quoted as no shell does is not taken for set
+        names |= {word.partition("=")[0] for word in shlex.split(found.get("Environment", ""))}
+    return names
 
 
 def _wait_until_gone(living: Callable[[], list[int]], kill: Callable[[], Any]) -> None:

@@ -30,7 +30,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from remote import agent, managers
@@ -45,6 +45,8 @@ _ASKS = 4
 
 FREE = 32 << 20
 """Bytes without which no service is stopped, as the next one could not be written down."""
+NOTHING = 0
+"""As `seen`: nothing was live."""
 _ROOM = 1 << 20
 _MOST = 64 << 20
 """Bytes of an answer: what logprobs of all prompts take, and more."""
@@ -88,7 +90,7 @@ class Promoter:
         self._port = int(request["port"])
         self._say = say
         self._manager = managers.manager_of(self._root, request["manager"])
-        self._log = pathlib.Path(self._root).expanduser() / "service" / "service.log"
+        self._log = agent.in_home(self._root) / "service" / "service.log"
         self._log_start = 0
         self._going_back = False
         self._was_stopped = False
@@ -119,16 +121,17 @@ class Promoter:
     def stop(self) -> dict[str, Any]:
         """Take down what is live, and write down that this was on purpose.
 
+        Where nothing is, what runs all the same goes down: a first recording or promotion that was
+        killed has left it, and nothing of it is in the promotion log.
+
         It is over in a moment and never half done, so that no signal takes it back. A disk that is
         full is no reason against it: what cannot be written down is said.
         """
         known = agent.promotions(self._root)
         live: dict[str, Any] | None = known["live"]
-        if live is None:
-            raise agent.Refused("nothing is live")
         self._require_seen(live)
+        target = self._left_running() if live is None else {"name": "what was live", **live}
         _ignore_signals()
-        target = {"name": "what was live", **live}
         name = str(target["name"])
         try:
             self._audit("begins", live, target)
@@ -142,7 +145,12 @@ class Promoter:
                 self._wait_for_gpus(strict=False)
         except Exception as error:
             return self._ends("down", f"{name} does not stop: {_told(error)}", live, target)
-        if known["stopped"] is None:
+        if live is None:
+            try:
+                agent.remove_service(self._root)  # else a manager would start it again
+            except (agent.Refused, OSError) as error:
+                self._step("stops", f"what a manager would start stays: {_told(error)}")
+        elif known["stopped"] is None:
             kept = {one: live.get(one) for one in ("release", "phase", "name")}
             try:
                 how = {"result": "stopped", "by": self._request["by"]}
@@ -152,10 +160,24 @@ class Promoter:
                 return self._ends("down", text, live, target)
         return self._ends("off", f"{name} is stopped, on purpose", live, target)
 
+    def _left_running(self) -> dict[str, Any]:
+        """What runs and was never live, as a target. Refused where nothing runs."""
+        runs = self._manager.status()["pid"] is not None
+        if not runs and not agent.service_left(self._root)["processes"]:
+            raise agent.Refused("nothing is live, and nothing runs")
+        release = None
+        with contextlib.suppress(agent.Refused, OSError):  # whatever else is damaged, it goes down
+            release = agent.current(self._root)
+        what = "no release" if release is None else f"release {release}"
+        return {"name": f"what an unfinished change left running ({what})", "release": release}
+
     def _require_seen(self, live: dict[str, Any] | None) -> None:
-        """Refused where what is live is another by now than when somebody chose what to do."""
+        """Refused where what is live is another by now than when somebody chose what to do.
+
+        seen: when what was live became so, `NOTHING` where nothing was; None: nobody looked.
+        """
         seen = self._request.get("seen")
-        if seen is not None and (live is None or live.get("at") != seen):
+        if seen is not None and seen != (NOTHING if live is None else live.get("at")):
             now = "nothing" if live is None else f"{live.get('name')}, by {live.get('by')},"
             raise agent.Refused(
                 f"another was quicker: {now} is live by now, which was not so when this was asked "
@@ -216,7 +238,7 @@ class Promoter:
         """Whether the recorded tokens say anything of an entry of the promotion log."""
         named = _model(entry)
         here, there = (
-            None if path is None else pathlib.Path(path).expanduser()
+            None if path is None else agent.in_home(path)
             for path in (named, str(self._request["model"]))
         )
         return here is None or here == there
@@ -430,7 +452,7 @@ class Promoter:
     def _healthy(self) -> bool:
         url = f"http://127.0.0.1:{self._port}/health"
         try:
-            with _within(10.0), _DIRECT.open(url, timeout=10) as answer:
+            with agent.within(10.0), _DIRECT.open(url, timeout=10) as answer:
                 return bool(answer.status == 200)
         except (OSError, ValueError, http.client.HTTPException):
             return False
@@ -480,12 +502,12 @@ class Promoter:
         )
         limit_s = self._health["answer_s"]
         try:
-            with _within(limit_s), _DIRECT.open(request, timeout=limit_s) as answer:
+            with agent.within(limit_s), _DIRECT.open(request, timeout=limit_s) as answer:
                 said = _json_of(answer)
         except urllib.error.HTTPError as error:
             text = ""
             quietly = contextlib.suppress(OSError, ValueError, http.client.HTTPException)
-            with quietly, _within(10.0), error:
+            with quietly, agent.within(10.0), error:
                 text = " ".join(error.read(300).decode("utf-8", "replace").split())
             raise Unfit(f"it does not generate: HTTP {error.code} {text}") from None
         except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
@@ -503,7 +525,7 @@ class Promoter:
         for path in ("/server_info", "/get_server_info"):
             url = f"http://127.0.0.1:{self._port}{path}"
             with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
-                with _within(30.0), _DIRECT.open(url, timeout=30) as answer:
+                with agent.within(30.0), _DIRECT.open(url, timeout=30) as answer:
                     said = _json_of(answer)
                 if isinstance(said, dict):
                     return {name: said[name] for name in wanted if name in said}
@@ -623,22 +645,6 @@ def _told(error: Exception) -> str:
 def _printable(text: str) -> str:
     """What a terminal only shows: no control character that a service has printed."""
     return "".join(one if one.isprintable() else "?" for one in text)
-
-
-@contextlib.contextmanager
-def _within(seconds: float) -> Iterator[None]:
-    """A limit of the whole: a socket's own begins anew with each byte."""
-
-    def late(number: int, frame: object) -> None:
-        raise TimeoutError(f"no whole answer within {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def _json_of(answer: Any) -> Any:

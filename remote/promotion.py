@@ -21,6 +21,7 @@ from kdtree_engine.errors import ConfigError
 from remote.errors import TransportError
 from remote.inventory import Host, Service
 from remote.jobs import Heard, JobGone, follow, new_job_name
+from remote.promoter import NOTHING
 from remote.releases import ReleaseRefused, Releases
 from remote.service import Manager, manager_of, service_document
 from remote.transport import Transport
@@ -148,10 +149,18 @@ class LiveService:
         return self._change(what, kept, checks, seen=seen, command=command, note=note)
 
     def stop(
-        self, live: Mapping[str, Any], *, command: str, note: Callable[[str], None]
+        self, live: Mapping[str, Any] | None, *, command: str, note: Callable[[str], None]
     ) -> Outcome:
-        """Take down what is live, on purpose. live: its entry of the promotion log."""
-        return self._change("stop", live, (), seen=live, command=command, note=note)
+        """Take down what is live, on purpose. live: its entry of the promotion log.
+
+        None is for what runs though nothing is live: see `runs`.
+        """
+        seen = {"at": NOTHING} if live is None else live
+        return self._change("stop", live or {}, (), seen=seen, command=command, note=note)
+
+    def runs(self) -> bool:
+        """Whether anything of a service is there, live or left by a change that was killed."""
+        return self.manager.status().pid is not None or bool(self.releases.service_left())
 
     def readiness(self) -> list[dict[str, Any]]:
         """Whether the host has what a promotion needs: see `remote.readiness`."""
@@ -233,7 +242,8 @@ class LiveService:
             self.releases.start_promoter(job, request)
         except BaseException as error:
             # The answer may be lost and the job begun: it has the token then, and ends as it can.
-            if not self._begun(job):
+            # One that was ended with the command that began it gives nothing back.
+            if not self._goes_on(job):
                 self._unlock(token)
                 raise
             if not isinstance(error, KeyboardInterrupt):
@@ -242,14 +252,14 @@ class LiveService:
             asked = True
         return self._follow(what, job, token, note, asked)
 
-    def _begun(self, job: str) -> bool:
+    def _goes_on(self, job: str) -> bool:
+        """Whether it was begun and lives; True where the host cannot be asked."""
         try:
-            self.releases.look_at_job(job)
+            return bool(self.releases.look_at_job(job)["alive"])
         except ReleaseRefused:
             return False
         except TransportError:
             return True
-        return True
 
     def _unlock(self, token: str) -> None:
         with contextlib.suppress(TransportError):  # what went wrong before is what is told

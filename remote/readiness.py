@@ -7,6 +7,7 @@ a start can tell is not looked at: whether SGLang can serve the model, and how l
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -32,7 +33,7 @@ class _Host:
 
     def __init__(self, request: dict[str, Any]) -> None:
         self._request = request
-        self._root = pathlib.Path(request["root"]).expanduser()
+        self._root = agent.in_home(request["root"])
         self._manager = managers.manager_of(str(self._root), request["manager"])
 
     def sglang(self) -> str:
@@ -44,7 +45,7 @@ class _Host:
     def manager(self) -> str:
         about = self._request["manager"]
         if about["kind"] == "supervisor":
-            python = str(pathlib.Path(about["python"]).expanduser())
+            python = str(agent.in_home(about["python"]))
             if _fails([python, "-c", "import supervisor"]):
                 raise agent.Refused(
                     f"{python} has no supervisor; on that host: {python} -m pip install supervisor"
@@ -74,6 +75,8 @@ class _Host:
         place = self._root
         while not place.exists():
             place = place.parent
+        if not place.is_dir():
+            raise agent.Refused(f"{place} is a file, and a folder is to be there")
         if not os.access(place, os.W_OK | os.X_OK):
             raise agent.Refused(f"{place} cannot be written to by this user")
         free = shutil.disk_usage(place).free
@@ -90,13 +93,31 @@ class _Host:
             given = launch.secrets(place)
         except launch.Refused as error:
             raise agent.Refused(str(error)) from None
-        missing = [name for name in names if name not in given and name not in os.environ]
+        missing = [name for name in names if name not in given]
+        # What this connection has by itself is nothing that the service is given.
+        unseen = ""
+        if missing:
+            try:
+                has = self._manager.variables()
+                missing = [name for name in missing if name not in has]
+                unseen = f", nor in the environment of {self._request['manager']['kind']}"
+            except agent.Refused as error:
+                unseen = f", and whether the manager's environment has it is not known: {error}"
         if missing:
             raise agent.Refused(
-                f"{', '.join(missing)} is named for the service, and not in {place}: a line "
-                f"NAME=value for each, chmod 600"
+                f"{', '.join(missing)} is named for the service, and not in {place}{unseen}: a "
+                f"line NAME=value for each, chmod 600"
             )
         return ", ".join(names) or "none is named"
+
+    def records(self) -> str:
+        """What promotions and releases left there, which the next one reads."""
+        root = str(self._root)
+        agent.require_folders(root)
+        count = len(agent.releases(root)["releases"])
+        agent.promotions(root)
+        agent.tokens(root)
+        return f"{count} releases"
 
     def gpus(self) -> str:
         arch, wanted = self._request["cuda_arch"], int(self._request["tensor_parallel"])
@@ -107,14 +128,21 @@ class _Host:
         if len(found) < wanted:
             there = ", ".join(f"GPU {index}: {_arch(cap)}" for index, cap, *_ in told) or "no GPU"
             raise agent.Refused(f"{wanted} of {arch} are needed, and there is {there}")
-        held = [
-            f"{used} of {total} MiB of GPU {index}"
-            for index, _, used, total in told
-            if float(used) > promoter.GPU_LEFT * float(total)
-        ]
+        held, untold = [], []
+        for index, _, used, total in told:
+            try:
+                share = float(used) / float(total)
+            except (ValueError, ZeroDivisionError):
+                share = math.nan  # "[N/A]", of memory that is the host's, and where it may not say
+            if not math.isfinite(share):
+                untold.append(f"GPU {index} ({used} of {total})")
+            elif share > promoter.GPU_LEFT:
+                held.append(f"{used} of {total} MiB of GPU {index}")
         if held and self._first() is None:
             raise agent.Refused(f"memory is held, and no service of kd's runs: {', '.join(held)}")
-        return f"{len(found)} of {arch}"
+        # A promotion does not wait for what nvidia-smi cannot tell, so that this is no reason.
+        unknown = f"; nvidia-smi does not tell the memory of {', '.join(untold)}" if untold else ""
+        return f"{len(found)} of {arch}{unknown}"
 
     def _first(self) -> int | None:
         """The first process of the live service; None where none runs."""
@@ -130,16 +158,23 @@ def look(request: dict[str, Any]) -> list[dict[str, Any]]:
     host = _Host(request)
     looks: tuple[Callable[[], str], ...] = (
         *(host.sglang, host.manager, host.model, host.port),
-        *(host.disk, host.secrets, host.gpus),
+        *(host.disk, host.records, host.secrets, host.gpus),
     )
     found = []
     for one in looks:
         try:
             said, ok = one(), True
-        except (agent.Refused, OSError, ValueError) as error:
-            said, ok = " ".join(str(error).split())[:500], False
+        except Exception as error:  # whatever ends one look, the others are of use
+            said, ok = " ".join(_told(error).split())[:500], False
         found.append({"what": one.__name__, "ok": ok, "said": said})
     return found
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return agent.told(error)
+    known = isinstance(error, agent.Refused)
+    return str(error) if known else f"cannot be looked at, a fault of kd: {error!r}"
 
 
 def _fails(line: list[str]) -> bool:
@@ -158,7 +193,12 @@ def _smi(query: str) -> list[list[str]]:
     line = [program, "--format=csv,noheader,nounits", f"--query-gpu={query}"]
     try:
         done = subprocess.run(
-            line, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT_S
+            line,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_LIMIT_S,
         )
     except subprocess.TimeoutExpired:
         raise agent.Refused(f"nvidia-smi did not answer within {_LIMIT_S:g} s") from None
@@ -170,7 +210,8 @@ def _smi(query: str) -> list[list[str]]:
 
 def _arch(capability: str) -> str:
     """sm_120 of 12.0."""
-    return f"sm_{capability.replace('.', '')}"
+    number = capability.replace(".", "")
+    return f"sm_{number}" if number.isdigit() else "an unknown architecture"
 
 
 def main(request: dict[str, Any]) -> None:

@@ -10,6 +10,8 @@ import json
 import pathlib
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +20,7 @@ from stand_in_host import StandInHost
 
 import tasks
 from remote import inventory, validation
+from remote.errors import TransportError
 from remote.local import LocalTransport
 
 pytestmark = pytest.mark.slow
@@ -113,6 +116,48 @@ def test_from_nothing_to_a_promoted_phase_and_back(kd: Kd, host: StandInHost) ->
     assert (code, "release never was never live" in err) == (2, True)
     assert kd("rollback", "--to", "a")[:2] == (0, "here: phase 3 of a is live\n")
     assert kd("restart")[:2] == (0, "here: phase 3 of a is live\n")
+
+
+@pytest.mark.parametrize("what", ["record", "promote"])
+def test_what_a_killed_first_change_left_running_is_stopped(
+    kd: Kd, host: StandInHost, what: str
+) -> None:
+    """Nothing was live before, and nothing is; what was started runs all the same."""
+    begun = host.root / "service" / "service.pid"
+
+    def killed() -> None:
+        deadline = time.monotonic() + 60
+        while not begun.exists():  # and supervisor waits for a second before it says so
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        (job,) = host.releases.jobs()
+        host.releases.end_job(job["name"], signal.SIGKILL)
+
+    thread = threading.Thread(target=killed)
+    thread.start()
+    port = ("--port", str(host.port))
+    does = {
+        "promote": lambda: host.promote(host.place("a")),
+        "record": lambda: host.live.record(port, host.prompts, command="kd", note=host.said.append),
+    }
+    with pytest.raises(TransportError, match="ended without a result"):
+        does[what]()
+    thread.join()
+    left = "release a" if what == "promote" else "no release"
+    holder = host.releases.lock_holder()
+    assert holder is not None
+    host.releases.break_lock(holder)
+    assert "which was never live: kd stop" in " ".join(kd("status", "--host", "here")[1].split())
+    code, out, err = kd("stop")
+    assert (code, out) == (
+        0,
+        f"here: what an unfinished change left running ({left}) is stopped, on purpose\n",
+    )
+    assert "stops: the service and every process of its group" in err
+    assert host.live.manager.status().pid is None
+    assert host.audit()[-1][::3] == ("stop", "off")
+    assert "nothing is live" in kd("restart")[2]
+    assert "so there is nothing to stop" in kd("stop")[2]
 
 
 def test_stopped_on_purpose_and_started_again(kd: Kd, host: StandInHost) -> None:

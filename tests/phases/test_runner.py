@@ -23,7 +23,7 @@ from phases.gate import FailureKind, Gate, Status
 from phases.phase import Phase
 from phases.report import status_rows
 from phases.requirement import Requirement
-from phases.runner import Event, run, run_that_goes_on, select, unproven
+from phases.runner import Event, run, run_that_goes_on, select, signals_interrupt, unproven
 from phases.states import gate_states
 
 
@@ -337,3 +337,48 @@ def test_a_run_that_is_stopped_or_killed_leaves_interrupted_and_no_process(
     assert (record.finished is None) == (number == signal.SIGKILL)
     assert all(gone(int(pid)) for pid in pids.read_text().split())
     assert json.loads((checkout.evidence / f"{record.run}.json").read_text())["run"] == record.run
+
+
+class _Finalized:
+    """While it is, a signal comes, as one may in any collection of garbage."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self._number = number
+
+    def __del__(self) -> None:
+        signal.raise_signal(self._number)
+
+
+def test_an_interruption_while_an_object_is_finalized_is_not_lost() -> None:
+    """Python drops what is raised there, and the run went on as if nobody had pressed Ctrl-C."""
+
+    def goes_on() -> None:
+        _Finalized(signal.SIGINT)
+        time.sleep(20)
+
+    begun = time.monotonic()
+    hook = sys.unraisablehook
+    with pytest.raises(KeyboardInterrupt), signals_interrupt():
+        goes_on()
+    assert time.monotonic() - begun < 10
+    assert sys.unraisablehook is hook
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_one_that_is_lost_as_the_run_ends_hits_nobody_later() -> None:
+    with signals_interrupt():
+        _Finalized(signal.SIGTERM)
+    time.sleep(0.2)
+
+
+def test_other_errors_of_finalizers_are_told_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda about: told.append(str(about.exc_value)))
+
+    class Broken:
+        def __del__(self) -> None:
+            raise ValueError("broken")
+
+    with signals_interrupt():
+        Broken()
+    assert told == ["broken"]

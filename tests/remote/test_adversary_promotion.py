@@ -407,11 +407,37 @@ class TestStoppedOnPurpose:
             assert rig.manager.serves is None
         assert rig.promoter("stop").stop()["result"] == "off"
 
-    def test_where_nothing_is_live_there_is_nothing_to_stop(self, rig: Rig) -> None:
+    def test_where_nothing_is_live_what_runs_is_stopped(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As a first promotion leaves it that was killed. Nothing of it was ever in the log."""
         (rig.root / "promotions.jsonl").unlink()
-        with pytest.raises(agent.Refused, match="nothing is live"):
-            rig.promoter("stop").stop()
-        assert rig.manager.serves == "good", "it is not known whose that is"
+        (rig.root / "releases/a").mkdir()
+        (rig.root / "releases/a/release.json").write_text("{}")
+        agent.switch(str(rig.root), "a")
+        first = {"state": "running", "pid": 7, "said": ""}
+        with monkeypatch.context() as patched:
+            patched.setattr(rig.manager, "status", lambda: first)
+            ends = rig.promoter("stop", seen=promoter.NOTHING).stop()
+        name = "what an unfinished change left running (release a)"
+        assert (ends["result"], ends["text"]) == ("off", f"{name} is stopped, on purpose")
+        assert rig.manager.serves is None
+        found = agent.promotions(str(rig.root))
+        assert (found["live"], found["stopped"], found["followed"]) == (None, None, True)
+        audited = agent.audited(str(rig.root), 2)["entries"]
+        assert [(one["from"], one["to"], one["result"]) for one in audited] == [
+            (None, name, "begins"),
+            (None, name, "off"),
+        ]
+        with pytest.raises(agent.Refused, match="nothing is live, and nothing runs"):
+            rig.promoter("stop", seen=promoter.NOTHING).stop()
+        with pytest.raises(agent.Refused, match="is not what is live by now"):
+            rig.promoter("restart").activate(target("good"), back=False)
+
+    def test_what_has_become_live_meanwhile_is_not_stopped_for_it(self, rig: Rig) -> None:
+        with pytest.raises(agent.Refused, match="another was quicker: good, by me, is live by now"):
+            rig.promoter("stop", seen=promoter.NOTHING).stop()
+        assert rig.manager.serves == "good"
 
     def test_what_does_not_end_is_said_and_not_written_down(
         self, rig: Rig, monkeypatch: pytest.MonkeyPatch
@@ -610,6 +636,27 @@ def test_a_job_that_ends_before_its_first_step_leaves_no_lock(
 
 
 @pytest.mark.slow
+def test_a_terminal_that_closes_while_the_job_is_started_leaves_no_lock(
+    host: StandInHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ends the command on the host ends what that had just begun, before its first step."""
+    host.place("a")
+    start = host.releases.start_promoter
+
+    def closed(job: str, request: Any) -> None:
+        start(job, request)
+        host.releases.end_job(job, signal.SIGKILL)
+        while host.releases.look_at_job(job)["alive"]:
+            time.sleep(0.05)
+        raise SystemExit(129)
+
+    monkeypatch.setattr(host.releases, "start_promoter", closed)
+    with pytest.raises(SystemExit):
+        host.promote("a")
+    assert host.releases.lock_holder() is None
+
+
+@pytest.mark.slow
 def test_a_promoter_that_was_killed_is_not_said_to_go_on(host: StandInHost) -> None:
     host.place("a", "silent")
 
@@ -664,12 +711,41 @@ def test_a_closed_terminal_leaves_a_promotion_to_the_host(host: StandInHost) -> 
     assert host.promote(host.place("good")).done
     host.place("new", "slow")
     interrupts(host, "starts: phase 3 of new", number=signal.SIGHUP)
-    with signals_interrupt(), tasks._hangup_leaves(), pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as ended, signals_interrupt(), tasks._hangup_leaves():
         host.promote("new")
     assert ended.value.code == 129
     assert host.said[-1] == "starts: phase 3 of new", "nobody is there to read more"
     _ended(host)
     host.is_well("new")
+
+
+def test_a_terminal_that_closes_while_an_object_is_finalized_is_closed_too() -> None:
+    """What is raised there is dropped by Python: kd went on, and ended with 0."""
+
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGHUP)
+
+    def goes_on() -> None:
+        Finalized()
+        time.sleep(20)
+
+    begun = time.monotonic()
+    with pytest.raises(SystemExit) as ended, signals_interrupt(), tasks._hangup_leaves():
+        goes_on()
+    assert ended.value.code == 129
+    assert time.monotonic() - begun < 10
+
+
+def test_a_closed_terminal_that_something_swallowed_ends_kd_before_the_next_host() -> None:
+    def swallows() -> None:
+        with contextlib.suppress(SystemExit):
+            signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)  # once more changes nothing
+
+    with pytest.raises(SystemExit) as ended, tasks._hangup_leaves():
+        swallows()
+    assert ended.value.code == 129
 
 
 @pytest.mark.slow

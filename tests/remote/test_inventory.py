@@ -5,11 +5,13 @@ from __future__ import annotations
 import pathlib
 import textwrap
 
+import pydantic
 import pytest
 import yaml
 
 from kdtree_engine.errors import ConfigError, UnknownName
-from remote.inventory import Inventory, LocalHost, SshHost, load_inventory
+from remote import inventory
+from remote.inventory import Inventory, LocalHost, Service, SshHost, load_inventory
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -327,6 +329,64 @@ def test_lines_are_those_of_the_file_and_not_of_the_parsed_text(hosts_file: path
     assert yaml.safe_load(hosts_file.read_text())["hosts"]["lab"]["user"] is False
     with pytest.raises(ConfigError, match=r"^hosts\.yaml:7: host lab: field user: .*, got False$"):
         load_inventory(hosts_file)
+
+
+def service(*arguments: str) -> Service:
+    return Service(
+        manager="supervisor",
+        unit="sglang",
+        model_path="/model",
+        tensor_parallel=1,
+        arguments=arguments,
+    )
+
+
+@pytest.mark.parametrize("option", [*inventory._LOCKS_OUT, "--port", "--tp-size", "--model-path"])
+def test_what_an_option_begins_with_is_that_option(option: str) -> None:
+    """SGLang's parser takes `--ap` for `--api-key`, and `--ap=secret` too."""
+    for end in range(len("--") + 1, len(option) + 1):
+        for argument in (option[:end], f"{option[:end]}=s3cret"):
+            with pytest.raises(pydantic.ValidationError, match="arguments"):
+                service(argument, "value")
+
+
+def test_a_host_in_short_is_looked_at_as_well() -> None:
+    for short in ("--ho", "--hos", "--host"):
+        assert service(short, "127.0.0.1").arguments == (short, "127.0.0.1")
+        for elsewhere in ("::", "::1", "10.0.0.7", ""):
+            for arguments in ((short, elsewhere or "-h"), (f"{short}={elsewhere}",)):
+                with pytest.raises(pydantic.ValidationError, match=r"kd asks .* at 127\.0\.0\.1"):
+                    service(*arguments)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *(
+            "--context-length",
+            "--chunked-prefill-size",
+            "--cuda-graph-config",
+            "--attention-backend",
+        ),
+        *(
+            "--page-size",
+            "--grpc-port",
+            "--model-impl",
+            "--model-loader-extra-config",
+            "--hicache-size",
+        ),
+        *(
+            "--tokenizer-path",
+            "--trust-remote-code",
+            "--mem-fraction-static",
+            "--served-model-name",
+        ),
+        *("--speculative-draft-model-path", "--smg-http-sidecar-port", "--grammar-backend", "-h"),
+    ],
+)
+def test_other_options_are_left_alone(option: str) -> None:
+    """Each begins like one that is refused, or is begun by a letter of one."""
+    assert service(option, "1").arguments == (option, "1")
 
 
 def test_a_secret_written_into_the_file_is_not_repeated(hosts_file: pathlib.Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from remote import agent
 from remote.jobs import Heard, follow, new_job_name
+from remote.local import LocalTransport
 from remote.releases import ReleaseRefused, Releases
 from remote.transport import Transport
 
@@ -121,3 +122,62 @@ os.write(1, b'\\x8c\\xb3\\n')
     lines: list[str] = []
     assert follow(releases, "a", lines.append, poll_s=0.05) == 0
     assert lines == ["a\N{DECIDUOUS TREE}"]
+
+
+def _start(root: pathlib.Path, name: str, *command: str) -> pathlib.Path:
+    """By a process of its own, as a request does: the job has to have another parent."""
+    Releases(LocalTransport(), python=sys.executable, root=str(root)).start_job(
+        name, list(command), {}
+    )
+    return root / "jobs" / name
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"pid": 1e999, "since": 1, "at": 1}',
+        f'{{"pid": 1, "since": 1, "at": 1{"0" * 400}}}',
+        '{"pid": 1, "since": 1, "at": 1e999}',
+        '{"pid": 1, "since": 1, "at": NaN}',
+        f'{{"pid": 9{"9" * 400}, "since": 1, "at": 1}}',
+        '{"pid": NaN, "since": [], "at": 1}',
+        "[" * 100_000,
+        "[]",
+        "\0\xff",
+        "",
+    ],
+)
+def test_a_damaged_job_is_in_nobody_s_way(tmp_path: pathlib.Path, content: str) -> None:
+    damaged = tmp_path / "jobs" / "damaged"
+    damaged.mkdir(parents=True)
+    (damaged / "job.json").write_text(content, encoding="latin-1")
+    _start(tmp_path, "next", "true")
+    assert [one["name"] for one in agent.jobs(str(tmp_path))["jobs"]] in ([], ["next"])
+    for look in (agent.look_at_job, agent.end_job):
+        with pytest.raises(agent.Refused, match=r"damaged/job\.json is damaged, so that nobody"):
+            look(str(tmp_path), "damaged")
+
+
+def test_a_damaged_job_goes_once_nothing_of_it_can_run(tmp_path: pathlib.Path) -> None:
+    runs, ended, young = (
+        _start(tmp_path, name, *line)
+        for name, line in (("runs", ("sleep", "60")), ("ended", ("true",)), ("young", ("true",)))
+    )
+    deadline = time.monotonic() + 20
+    while not (ended / "exit").exists() or not (young / "exit").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    for folder in (runs, ended, young):
+        (folder / "job.json").write_text("{")
+    time.sleep(0.2)  # the process itself ends a moment after it has said how
+    for folder in (runs, ended):
+        os.utime(folder, (0, 0))
+    os.utime(young, (time.time() - agent._JOB_STARTS_S / 2,) * 2)
+    for number in range(agent._JOBS_KEPT):
+        (tmp_path / "jobs" / f"other-{number}").mkdir()
+    _start(tmp_path, "next", "true")
+    assert (runs.exists(), ended.exists(), young.exists()) == (True, False, True)
+    assert "runs" in [one["name"] for one in agent.jobs(str(tmp_path))["jobs"]]
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        if agent._works_in(int(process.name), runs):
+            os.kill(int(process.name), signal.SIGKILL)

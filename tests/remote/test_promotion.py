@@ -234,6 +234,30 @@ def test_recorded_tokens_are_those_of_a_server_of_its_own(host: StandInHost) -> 
     assert expected(record).checks == host.checks
 
 
+def test_a_secret_that_this_connection_alone_has_is_missing(
+    host: StandInHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """supervisord runs by then, and gives the service what it was started with."""
+
+    def secrets() -> dict[str, Any]:
+        (found,) = (one for one in host.live.readiness() if one["what"] == "secrets")
+        return found
+
+    assert host.promote(host.place("a")).done
+    service = host.host.service
+    assert service is not None
+    host.live._service = service.model_copy(update={"environment": ("KD_LATER",)})
+    monkeypatch.setenv("KD_LATER", "x")
+    assert not secrets()["ok"]
+    assert "nor in the environment of supervisor" in secrets()["said"]
+    outcome = host.promote(host.place("b"))
+    assert outcome.result == "restored"
+    assert "KD_LATER: named for this service, and neither in" in outcome.text
+    (host.root / "secrets.env").write_text("KD_LATER=x\n")
+    (host.root / "secrets.env").chmod(0o600)
+    assert secrets()["ok"]
+
+
 def test_a_recording_that_fails_changes_nothing(host: StandInHost) -> None:
     assert host.promote(host.place("a")).done
     host.live.checks_of_live = host.checks

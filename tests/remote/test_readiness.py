@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import shutil
 import socket
+import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -62,7 +65,7 @@ def test_what_is_there_is_said(host: Host) -> None:
     before = sorted(host.root.rglob("*"))
     found = readiness.look(host.request)
     assert [one["what"] for one in found] == [
-        *("sglang", "manager", "model", "port", "disk", "secrets", "gpus")
+        *("sglang", "manager", "model", "port", "disk", "records", "secrets", "gpus")
     ]
     said = {one["what"]: one["said"] for one in found if one["ok"]}
     assert said.pop("disk").endswith(" MB are free")
@@ -71,6 +74,7 @@ def test_what_is_there_is_said(host: Host) -> None:
         "manager": "supervisor",
         "model": str(host.model),
         "port": f"{host.request['port']} is free",
+        "records": "0 releases",
         "secrets": "HF_TOKEN",
         "gpus": "2 of sm_120",
     }
@@ -147,13 +151,169 @@ def test_secrets_that_are_named_and_not_there(host: Host) -> None:
     assert "HF_TOKEN, KD_NOT_THERE" in host.lacks()["secrets"]
 
 
+class TestVariablesOfTheManager:
+    """What this connection has by itself is nothing that the service is given."""
+
+    @pytest.fixture(autouse=True)
+    def named(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+        host.request["environment"] = ["HF_TOKEN", "KD_ELSEWHERE"]
+        monkeypatch.setenv("KD_ELSEWHERE", "x")
+
+    @pytest.fixture
+    def supervisord(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+        (host.root / "service").mkdir()
+        (host.root / "service/supervisord.conf").write_text("")
+
+        def runs_as(pid: object) -> None:
+            def control(self: object, *words: str, **more: object) -> str | None:
+                return {"pid": pid if pid is None else str(pid)}.get(words[0], "")
+
+            monkeypatch.setattr(managers.Supervisor, "_control", control)
+
+        return runs_as
+
+    def test_of_a_supervisord_that_is_still_to_be_started(
+        self, host: Host, supervisord: Callable[..., None]
+    ) -> None:
+        supervisord(None)
+        assert host.lacks() == {}, "it will have what this connection has"
+
+    @pytest.mark.parametrize("has", [False, True])
+    def test_of_a_supervisord_that_runs(
+        self, host: Host, supervisord: Callable[..., None], has: bool
+    ) -> None:
+        variables = {"PATH": os.environ["PATH"], **({"KD_ELSEWHERE": "y"} if has else {})}
+        line = [sys.executable, "-c", "print(1, flush=True); input()"]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen(line, env=variables, **pipes) as process:
+            assert process.stdout is not None
+            process.stdout.readline()  # its environment is the new one by then
+            supervisord(process.pid)
+            said = host.lacks()
+            process.kill()
+        if has:
+            assert said == {}
+        else:
+            assert said["secrets"].startswith("KD_ELSEWHERE is named for the service, and not in ")
+            assert ", nor in the environment of supervisor: a line NAME=value" in said["secrets"]
+
+    def test_of_one_that_cannot_be_looked_at(
+        self, host: Host, supervisord: Callable[..., None]
+    ) -> None:
+        supervisord(1 << 30)
+        assert "whether the manager's environment has it is not known" in host.lacks()["secrets"]
+
+    @pytest.mark.parametrize(
+        ("unit", "own", "says"),
+        [
+            (
+                "Environment=\nEnvironmentFiles=",
+                "PATH=/bin\nLANG=C.UTF-8",
+                "nor in the environment",
+            ),
+            ("Environment=\nEnvironmentFiles=", "PATH=/bin\nKD_ELSEWHERE=y", None),
+            ('Environment=A=1 "KD_ELSEWHERE=a b"\nEnvironmentFiles=', "PATH=/bin", None),
+            (
+                "Environment=\nEnvironmentFiles=/etc/x (ignore_errors=no)",
+                "",
+                "reads more from /etc/x",
+            ),
+            (None, "", "systemctl does not say what it gives: Failed to connect to bus"),
+        ],
+    )
+    def test_of_systemd(
+        self,
+        host: Host,
+        tmp_path: pathlib.Path,
+        monkeypatch: pytest.MonkeyPatch,
+        unit: str | None,
+        own: str,
+        says: str | None,
+    ) -> None:
+        monkeypatch.setattr(readiness, "_SYSTEMD", tmp_path)
+        host.request["manager"].update(kind="systemd", units=str(tmp_path))
+        for name, text in (("unit", unit or ""), ("own", own)):
+            (tmp_path / name).write_text(f"{text}\n")
+        fails = "echo Failed to connect to bus >&2; exit 1" if unit is None else ""
+        says_it = f"case $1 in\n  show) cat '{tmp_path}/unit';;\n  *) cat '{tmp_path}/own';;\nesac"
+        host.program("systemctl", f"{fails}\n{says_it}")
+        if says is None:
+            assert host.lacks() == {}
+        else:
+            assert says in host.lacks()["secrets"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("promotions.jsonl", "garbage\n", "promotions.jsonl, line 1: expected JSON with a release"),
+        ("releases", "", "releases: expected a folder, got a file: move it away by hand"),
+        ("jobs", "", "jobs: expected a folder, got a file: move it away by hand"),
+        ("current", "", "current: expected a link to a release, got a file: move it away by hand"),
+        (
+            "tokens.json",
+            "[" * 100_000,
+            "tokens.json cannot be read: it is nested too deeply: kd rec",
+        ),
+    ],
+)
+def test_what_is_damaged_comes_with_what_mends_it(
+    host: Host, name: str, content: str, says: str
+) -> None:
+    (host.root / name).write_text(content)
+    assert list(host.lacks()) == ["records"]
+    assert says in host.lacks()["records"]
+
+
+def test_a_root_below_a_file(host: Host, tmp_path: pathlib.Path) -> None:
+    program = tmp_path / "program"
+    program.write_text("")
+    program.chmod(0o755)
+    host.request["root"] = str(program / "root")
+    lacks = host.lacks()
+    assert lacks["disk"] == f"{program} is a file, and a folder is to be there"
+    assert lacks["secrets"] == f"{program}/root/secrets.env: Not a directory"
+
+
+def test_one_look_that_fails_hides_no_other(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*of_no_use: object) -> None:
+        raise OverflowError("cannot convert")
+
+    monkeypatch.setattr(agent, "model_of", broken)
+    monkeypatch.setattr(promoter, "listens", broken)
+    host.secrets.unlink()
+    assert list(host.lacks()) == ["model", "port", "secrets"]
+    assert "a fault of kd: OverflowError" in host.lacks()["model"]
+
+
+@pytest.mark.parametrize(
+    ("told", "untold"),
+    [
+        ("0, 12.0, [N/A], [N/A]\n1, 12.0, 5, 97887\n", "GPU 0 ([N/A] of [N/A])"),
+        ("0, 12.0, 5, 97887\n1, 12.0, nan, 97887\n", "GPU 1 (nan of 97887)"),
+        ("0, 12.0, 5, 0\n1, 12.0, 5, 9788\n", "GPU 0 (5 of 0)"),
+    ],
+)
+def test_memory_that_is_not_told_is_said_to_be_so(host: Host, told: str, untold: str) -> None:
+    """A promotion does not wait for it either."""
+    host.program("nvidia-smi", f"printf '{told}'")
+    (gpus,) = (one for one in readiness.look(host.request) if one["what"] == "gpus")
+    assert gpus == {
+        "what": "gpus",
+        "ok": True,
+        "said": f"2 of sm_120; nvidia-smi does not tell the memory of {untold}",
+    }
+
+
 @pytest.mark.parametrize(
     ("script", "says"),
     [
         ("printf '0, 12.0, 5, 97887\\n'", "2 of sm_120 are needed, and there is GPU 0: sm_120"),
         ("printf '0, 9.0, 5, 9\\n1, 9.0, 5, 9\\n'", "there is GPU 0: sm_90, GPU 1: sm_90"),
         ("printf ''", "there is no GPU"),
+        ("echo '0, [N/A], 0, 5'", "2 of sm_120 are needed, and there is GPU 0: an unknown arch"),
         ("echo no driver; exit 9", "nvidia-smi fails: no driver"),
+        ("printf '\\377\\376'", "nvidia-smi fails: \ufffd\ufffd"),
         (
             "printf '0, 12.0, 5, 97887\\n1, 12.0, 80000, 97887\\n'",
             "memory is held, and no service of kd's runs: 80000 of 97887 MiB of GPU 1",

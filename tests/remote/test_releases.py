@@ -495,7 +495,7 @@ def test_nothing_is_written_where_there_is_nothing_yet(host: Releases, root: pat
 def test_faults_of_the_host_are_one_line(host: Releases, root: pathlib.Path) -> None:
     root.parent.mkdir(parents=True)
     root.write_text("a file is in the way")
-    with pytest.raises(ReleaseRefused, match=r"prepare: .*: File exists"):
+    with pytest.raises(ReleaseRefused, match=r"prepare: .*: expected a folder, got a file"):
         host.prepare()
     relative = Releases(LocalTransport(), python=sys.executable, root="somewhere")
     with pytest.raises(ReleaseRefused, match="root: expected an absolute path, got 'somewhere'"):

@@ -256,7 +256,13 @@ class TestLeft:
         assert host.service_left() == []
         os.kill(sleeps, 9)
 
-    @pytest.mark.parametrize("noted", ["", "[]", "{}", '{"pid": 0, "started": 0}', '{"pid": "x"}'])
+    @pytest.mark.parametrize(
+        "noted",
+        [
+            *("", "[]", "{}", '{"pid": 0, "started": 0}', '{"pid": "x"}'),
+            *('{"pid": 1e999, "started": 1}', "[" * 100_000),
+        ],
+    )
     def test_a_note_that_says_nothing_is_of_nobody(self, host: Releases, noted: str) -> None:
         host.put_service("service.pid", noted)
         assert host.service_left() == []
@@ -521,11 +527,12 @@ class TestLaunch:
 
     def test_a_wrong_line_is_named_and_not_shown(self, folder: pathlib.Path) -> None:
         path = folder.parent / "secrets.env"
-        path.write_text("TOKEN=a\nexport B=hush\n")
-        path.chmod(0o600)
-        with pytest.raises(launch.Refused, match=r"secrets\.env, line 2: expected NAME=value") as e:
-            launch.secrets(path)
-        assert "hush" not in str(e.value)
+        for wrong in ("export B=hush", "B=hush\0"):  # no program can be given a NUL
+            path.write_text(f"TOKEN=a\n{wrong}\n")
+            path.chmod(0o600)
+            with pytest.raises(launch.Refused, match=r"secrets\.env, line 2: expected NAM") as e:
+                launch.secrets(path)
+            assert "hush" not in str(e.value)
 
     @pytest.mark.parametrize(
         ("document", "says"),
