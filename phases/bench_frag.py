@@ -73,6 +73,14 @@ class Churned:
         weighed = sum(w * v for w, v in zip(weights, values, strict=True))
         return float(weighed / sum(weights))
 
+    def run_length(self, of: str) -> float | None:
+        """Slots over runs, of the live requests of all settled samples together.
+
+        Not the mean of the samples' own: a sample with long runs would hide many with short ones.
+        """
+        tokens, runs = self.mean(of, "mean_tokens"), self.mean(of, "mean_runs")
+        return tokens / runs if tokens is not None and runs else None
+
 
 @dataclasses.dataclass
 class FragBench:
@@ -213,7 +221,7 @@ def rows(bench: FragBench) -> list[tuple[str, ...]]:
                 _number(runs, ".0f"),
                 _number(one.mean("long", "worst_decile_runs"), ".0f"),
                 _number(runs / stock if runs is not None and stock else None, ".3f"),
-                _number(one.mean("long", "mean_run_length"), ".1f"),
+                _number(one.run_length("long"), ".1f"),
                 _number(one.mean("long", "page_locality"), ".4f"),
                 _number(one.mean("live", "mean_runs"), ".0f"),
                 f"{out['alloc_us_median']:.0f}",

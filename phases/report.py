@@ -134,7 +134,7 @@ def fragmentation_lines(metrics: Mapping[str, float]) -> list[str]:
             f"{told('mean_runs'):.0f} runs of {told('mean_run_length'):.1f} slots a request, "
             f"{told('worst_decile_runs'):.0f} in the worst tenth; "
             f"page locality {told('page_locality'):.3f} "
-            f"({told('measured_requests'):.0f} requests, when it decoded last)"
+            f"({told('measured_requests'):.0f} requests)"
         )
     if f"{PREFIX}free_runs" in metrics:
         lines.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from kdtree_engine.errors import ConfigError
@@ -24,6 +25,7 @@ from phases.service_traffic import (
 __all__ = ["LONGEST_TRAFFIC_S", "MixedTraffic", "traffic_seconds"]
 
 _PROMPTS = 32
+_EVERY_S = 3.0
 _TRAFFIC_S = "KD_TRAFFIC_S"
 _FULL_TRAFFIC_S = 600.0
 LONGEST_TRAFFIC_S = 1800.0
@@ -52,8 +54,9 @@ class MixedTraffic:
         the full ten minutes fails it.
     most_rounding_s: of the same traffic on the reference, for what it moves its own tokens by, at
         most; None: as long as the traffic.
-    longest: of the prompts, in tokens. after: what is done when the traffic has ended and its
-        server still runs.
+    longest: of the prompts, in tokens.
+    during: what is done with the server every few seconds of the traffic. after: when the traffic
+        has ended and its server still runs.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class MixedTraffic:
         seconds: float | None,
         longest: int,
         most_rounding_s: float | None = None,
+        during: Callable[[Turn], None] | None = None,
         after: Callable[[Turn, Sequence[Answer]], None] | None = None,
     ) -> None:
         assert variant.nodes is not None
@@ -73,7 +77,8 @@ class MixedTraffic:
         self._seconds = traffic_seconds() if seconds is None else seconds
         self._least = _FULL_TRAFFIC_S if seconds is None else seconds
         self._rounding_s = min(self._seconds, most_rounding_s or self._seconds)
-        self._after = after
+        self._during, self._after = during, after
+        self._looked = 0.0
         self.prompts = mixed_prompts(scale.vocabulary, longest, _PROMPTS, ctx.seed)
         self._expected: list[Answer] = []
         self._answered = threading.Event()
@@ -179,6 +184,12 @@ class MixedTraffic:
             note=turn.note,
         )
 
+    def _note(self, turn: Turn, text: str) -> None:
+        turn.note(f"traffic: {text}")
+        if self._during is not None and time.monotonic() - self._looked > _EVERY_S:
+            self._looked = time.monotonic()
+            self._during(turn)
+
     def _run(self, turn: Turn) -> None:
         try:
             self._traffic = run_traffic(
@@ -189,7 +200,7 @@ class MixedTraffic:
                 bound=0.0,  # it is known when both have ended
                 seed=self._ctx.seed,
                 nodes=self._nodes,
-                note=lambda text: turn.note(f"traffic: {text}"),
+                note=lambda text: self._note(turn, text),
             )
             if self._after is not None:
                 self._after(turn, self._expected)

@@ -23,7 +23,7 @@ OPERATIONS = 100_000
 TRAFFIC = Traffic(requests=400)
 """What `kd bench frag` has where nothing else is said; the pool is full after 100 of them."""
 RUN_LENGTH = "mean run length, {}"
-"""The figure of a policy, of live long requests, in slots."""
+"""The figure of a policy: slots over runs of live long requests, all together."""
 SHARE = 0.1
 """Of stock's mean runs of a live request of 16,384 tokens or more."""
 
@@ -82,7 +82,7 @@ def runs_per_request(
         *(
             Figure(RUN_LENGTH.format(policy), length, Unit.COUNT)
             for policy, one in found.items()
-            if (length := one.mean("long", "mean_run_length")) is not None
+            if (length := one.run_length("long")) is not None
         ),
         Figure("requests", len(requests), Unit.COUNT),
         Figure("slots lost", lost, Unit.COUNT),

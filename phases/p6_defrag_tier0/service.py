@@ -25,7 +25,8 @@ _SPOILED, _SPOILED_TOKENS = 4, 12
 """The longest prompts, and how many tokens of each: where slots that are not read show."""
 _SAYS = "defrag: tier0"
 _EVICTED = "sglang:evicted_tokens_total"
-_SHOWN = ("mean_runs", "worst_decile_runs", "mean_run_length", "allocation_waits")
+_MEASURED, _WAITS = f"{PREFIX}measured_requests", f"{PREFIX}allocation_waits"
+_GAUGES = {f"{PREFIX}mean_runs": "runs", f"{PREFIX}mean_run_length": "run length"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,13 @@ def churn_tokens(
     churn = churn or (_ON_GPU if on_gpu else _ON_CPU)
     spoils = None if churn.scale.device.type == "cuda" else ctx.scratch / "wrong-slots"
     metrics: dict[str, float] = {}
+    seen: list[Mapping[str, float]] = []
     different: list[int] = []
+
+    def during(turn: Turn) -> None:
+        found = turn.service.metrics()
+        if found.get(_MEASURED, 0):
+            seen.append(found)
 
     def after(turn: Turn, expected: Sequence[Answer]) -> None:
         metrics.update(turn.service.metrics())
@@ -75,6 +82,7 @@ def churn_tokens(
         seconds=seconds,
         most_rounding_s=_ROUNDING_S.get(churn.scale.dtype),
         longest=churn.longest,
+        during=during,
         after=after,
     )
     environment = {"KDTREE_DEFRAG": "tier0"}
@@ -94,7 +102,7 @@ def churn_tokens(
         *figures_of(comparisons, bounds),
         *figures,
         *mixed_figures,
-        *_shown(metrics),
+        *_shown(metrics, seen),
         *(Figure("answers that wrong slots change", one, Unit.COUNT) for one in different),
     ]
     demand(*comparisons, figures=figures)
@@ -108,8 +116,10 @@ def churn_tokens(
             f"{churn.slots}: it was not churned",
             figures,
         )
-    if f"{PREFIX}mean_runs" not in metrics:
-        raise GateFailure(FailureKind.LAUNCH, "no gauge of fragmentation was exported", figures)
+    if not seen:
+        raise GateFailure(
+            FailureKind.LAUNCH, "no gauge of fragmentation told of a request", figures
+        )
     if spoils is not None and not any(different):
         raise GateFailure(
             FailureKind.TOKEN_MISMATCH,
@@ -134,10 +144,15 @@ def _spoiled(
     )
 
 
-def _shown(metrics: Mapping[str, float]) -> list[Figure]:
-    named = {_EVICTED: "slots evicted", **{f"{PREFIX}{name}": name for name in _SHOWN}}
-    return [
-        Figure(what.replace("_", " "), metrics[name], Unit.COUNT)
-        for name, what in named.items()
+def _shown(metrics: Mapping[str, float], seen: Sequence[Mapping[str, float]]) -> list[Figure]:
+    """metrics: at the end. seen: while requests ran."""
+    figures = [
+        Figure(what, metrics[name], Unit.COUNT)
+        for name, what in ((_EVICTED, "slots evicted"), (_WAITS, "allocations that waited"))
         if name in metrics
+    ]
+    return figures + [
+        Figure(f"{what}, mean of {len(seen)} looks", sum(values) / len(values), Unit.COUNT)
+        for name, what in _GAUGES.items()
+        if (values := [one[name] for one in seen if name in one])
     ]

@@ -5,10 +5,13 @@ most what the verify kernel loses to the run lengths that requests have, were th
 
     gain = (t(run length) - t(contiguous)) / t(run length)
 
-Each t is a verify pass of one layer, from the gate `run-length-price` on a GPU. The run length is
-that of long requests under churn, from `runs-per-request`: after Tier 0 for what Tier 1 would add,
-and stock's beside it. Of the measured lengths the longest that is no longer counts, which costs no
-less than the run length itself.
+Each t is a verify pass of one layer for one request, from the gate `run-length-price` on a GPU. The
+run length is that of long requests under churn, from `runs-per-request`: all their slots over all
+their runs, after Tier 0 for what Tier 1 would add, and stock's beside it. Of the measured lengths
+the longest that is no longer counts.
+
+What it does not know: requests of other lengths together in a batch, and requests below 16,384
+tokens, where a run length may cost another share.
 """
 
 from __future__ import annotations
@@ -82,9 +85,9 @@ def gains(series: Iterable[PriceSeries], run_lengths: Mapping[str, float]) -> li
 
 
 def kept_evidence(kept: pathlib.Path = _EVIDENCE) -> dict[str, Evidence]:
-    """The newest kept evidence of the gates that the decision rests on; of passed ones alone."""
+    """The newest kept evidence of phase 6's gates, of those that ran to their end."""
     store = Store(kept, kept, _ROOT)
-    records = [_passed(record) for record in store.kept_records().values()]
+    records = [_ended(record) for record in store.kept_records().values()]
     return store.among(records, [PRICED])
 
 
@@ -105,9 +108,14 @@ def deferral_figures(
     for name in RESTS_ON:
         if name not in known:
             raise MissingError(
-                f"no passed run of {name} is kept in plans/evidence",
+                f"no run of {name} is kept in plans/evidence",
                 remedy="run phase 6 (the price on a GPU) and keep it: kd evidence keep --help",
             )
+    failed = [name for name in RESTS_ON if known[name].gate.status is not Status.PASSED]
+    if failed:
+        raise GateFailure(
+            FailureKind.LAUNCH, f"the newest kept run of {' and of '.join(failed)} did not pass"
+        )
     stale = [name for name in RESTS_ON if known[name].stale]
     if stale:
         raise GateFailure(
@@ -142,8 +150,9 @@ def deferral_figures(
     return figures
 
 
-def _passed(record: Record) -> Record:
-    gates = tuple(entry for entry in record.gates if entry.status is Status.PASSED)
+def _ended(record: Record) -> Record:
+    ended = (Status.PASSED, Status.FAILED)
+    gates = tuple(entry for entry in record.gates if entry.status in ended)
     return record.model_copy(update={"gates": gates})
 
 

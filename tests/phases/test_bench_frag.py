@@ -33,6 +33,7 @@ def sample(arrived: int, requests: int, runs: float) -> Sample:
         "requests": requests,
         "mean_runs": runs,
         "worst_decile_runs": 2 * runs,
+        "mean_tokens": 16384,
         "mean_run_length": 16384 / runs,
         "page_locality": 0.5,
     }

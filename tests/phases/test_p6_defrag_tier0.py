@@ -26,7 +26,7 @@ def run_of(runs: dict[str, float], **outcome: Any) -> Any:
             "requests": 3,
             "mean_runs": runs[settings.policy],
             "worst_decile_runs": 2 * runs[settings.policy],
-            "mean_run_length": 1000 / runs[settings.policy],
+            "mean_tokens": 1000,
         }
         samples = [{"arrived": n, "finished": 0, "long": figures} for n in (2, 6, 10)]
         for sample in samples:

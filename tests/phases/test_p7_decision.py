@@ -12,7 +12,7 @@ import pytest
 
 from kdtree_engine.errors import MissingError
 from phases.evidence import FigureRecord
-from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
+from phases.gate import Context, FailureKind, Figure, GateFailure, Status, Unit
 from phases.p6_defrag_tier0 import price_figures as named
 from phases.p6_defrag_tier0.checks import RUN_LENGTH
 from phases.p7_defrag_tier1 import decision
@@ -42,11 +42,14 @@ def churned(stock: float, tier0: float) -> list[Figure]:
     ]
 
 
-def evidence(price: list[Figure], churn: list[Figure], *stale: str) -> Callable[[], Any]:
+def evidence(price: list[Figure], churn: list[Figure], *faults: str) -> Callable[[], Any]:
     known = {
         name: types.SimpleNamespace(
-            gate=types.SimpleNamespace(figures=[FigureRecord.of(one) for one in figures]),
-            stale=name in stale,
+            gate=types.SimpleNamespace(
+                figures=[FigureRecord.of(one) for one in figures],
+                status=Status.FAILED if f"{name} failed" in faults else Status.PASSED,
+            ),
+            stale=f"{name} is stale" in faults,
         )
         for name, figures in (("run-length-price", price), ("runs-per-request", churn))
         if figures
@@ -101,7 +104,7 @@ def test_what_is_not_kept_blocks(ctx: Context) -> None:
         ([], churned(1, 1), "run-length-price"),
         (priced({1: 0.0}), [], "runs-per-request"),
     ):
-        with pytest.raises(MissingError, match=f"no passed run of {name} is kept"):
+        with pytest.raises(MissingError, match=f"no run of {name} is kept"):
             decision.deferral_figures(ctx, evidence=evidence(price, churn))
 
 
@@ -109,8 +112,12 @@ def test_what_is_not_kept_blocks(ctx: Context) -> None:
     ("known", "says"),
     [
         (
-            evidence(priced({1: 0.0}), churned(1, 1), "run-length-price"),
+            evidence(priced({1: 0.0}), churned(1, 1), "run-length-price is stale"),
             "the code has changed since run-length-price passed",
+        ),
+        (
+            evidence(priced({1: 0.0}), churned(1, 1), "runs-per-request failed"),
+            "the newest kept run of runs-per-request did not pass",
         ),
         (evidence(priced({8: 1.0}), churned(2.5, 900)), "runs of 2.5 slots are shorter than all"),
         (evidence(priced({1: 1.0})[:1], churned(1, 1)), "no time is of a verify pass"),
@@ -133,12 +140,11 @@ def test_other_operations_do_not_count() -> None:
     assert [one.series.operation for one in found] == ["verify of 9 nodes"]
 
 
-def test_kept_evidence_is_of_passed_gates_alone(root: pathlib.Path) -> None:
-    """As the repository has it now: what is there passed, and says whether it is stale."""
-    for name, known in decision.kept_evidence().items():
-        assert name in {"allocator-invariants", *decision.RESTS_ON, "churn-service-token-exact"}
-        assert known.gate.status == "passed"
+def test_kept_evidence_is_of_gates_that_ran_to_their_end(root: pathlib.Path) -> None:
+    """As the repository has it now, where most machines had no GPU and were blocked."""
     assert (root / "plans" / "evidence").is_dir()
+    for known in decision.kept_evidence().values():
+        assert known.gate.status in (Status.PASSED, Status.FAILED)
 
 
 def test_the_record_and_the_kept_figures_agree(ctx: Context) -> None:

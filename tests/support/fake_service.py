@@ -128,7 +128,8 @@ class FakeService:
 
     def metrics(self) -> dict[str, float]:
         evicted = 0.0 if "no eviction" in self.faults else 1e6
-        runs = {} if "no gauge" in self.faults else {"kdtree:kv_mean_runs": 2.0}
+        runs = {"kdtree:kv_mean_runs": 2.0, "kdtree:kv_measured_requests": 3.0}
+        runs = {} if "no gauge" in self.faults else runs
         return {"sglang:evicted_tokens_total": evicted, **runs}
 
     def flush(self) -> None:

@@ -6,17 +6,22 @@ gets a chunk at a time, uses it up slot by slot, and gives the rest back.
 
 A reserve is soft: its slots count as free, and all reserves are given back before an allocation
 could fail for want of them. So no allocation fails that a plain list would serve, and a reserve
-that nobody uses any more costs nothing but a place in a table until `keep_only` or `give_back`.
+that nobody uses any more goes back with one of the next batches (`step`): requests end, leave, are
+retracted, or take turns in pipelines, and none of them says so.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
 from kdtree_engine.fragmentation.free_runs import FreeRuns, Run
 
-__all__ = ["Growing", "Growth"]
+__all__ = ["AGE", "Growing", "Growth"]
+
+AGE = 16
+"""Batches after which a reserve that none of them was for goes back, at the latest half as many
+later. More than pipelines have micro-batches in turn, and than prefills come between two steps."""
 
 Growing = tuple[Hashable, int, int]
 """name, tokens held, slots wanted."""
@@ -24,11 +29,15 @@ Growing = tuple[Hashable, int, int]
 
 @dataclasses.dataclass(slots=True)
 class _Tail:
-    """A request with `held` tokens ended before slot `next`; `ahead` slots are reserved there."""
+    """A request with `held` tokens ended before slot `next`; `ahead` slots are reserved there.
+
+    used: the number of the last batch that it was in.
+    """
 
     held: int
     next: int
     ahead: int
+    used: int = 0
 
 
 class Growth:
@@ -42,11 +51,20 @@ class Growth:
         self.reserved = 0
         """Slots in reserves: neither in `runs` nor in use."""
         self._tails: dict[Hashable, _Tail] = {}
+        self._batch = 0
 
     @property
     def free(self) -> int:
         """Slots that can be allocated: in runs and in reserves."""
         return self.runs.free + self.reserved
+
+    def step(self) -> None:
+        """The next batch asks for slots. Reserves that none of the last `AGE` was for go back."""
+        self._batch += 1
+        if self._batch % (AGE // 2) == 0:
+            old = self._batch - AGE
+            for name in [name for name, tail in self._tails.items() if tail.used <= old]:
+                self._drop(name)
 
     def take(self, count: int) -> list[Run]:
         """`count` slots for nobody in particular. Raises ValueError where fewer are free."""
@@ -84,6 +102,7 @@ class Growth:
             tail = self._tails[name]
         assert tail is not None
         tail.held = held + count
+        tail.used = self._batch
         if not tail.ahead:
             tail.ahead = self.runs.take_at(tail.next, self.chunk)
             self.reserved += tail.ahead
@@ -99,24 +118,26 @@ class Growth:
             raise ValueError(f"{total} slots of {self.free}")
         taken: list[Run] = []
         for name, held, count in wanted:
-            if not count:
-                continue  # a verify pass reserves ahead, and not for every request each time
             tail = self._tails.get(name)
-            if tail is not None and tail.held == held and tail.ahead > count:
+            if not count:  # a verify pass reserves ahead, and not for every request each time
+                if tail is not None:
+                    tail.used = self._batch
+            elif tail is not None and tail.held == held and tail.ahead > count:
                 # What nearly every request of a decode batch does, without a call of its own.
                 taken.append((tail.next, count))
                 tail.held += count
                 tail.next += count
                 tail.ahead -= count
+                tail.used = self._batch
                 self.reserved -= count
             else:
                 taken += self.extend(name, held, count)
         return taken
 
-    def keep_only(self, names: Collection[Hashable]) -> None:
-        """Give back the reserves of all others: they ended, or do not grow now."""
-        for name in [name for name in self._tails if name not in names]:
-            self._drop(name)
+    def forget(self) -> None:
+        """No request grows any more: nothing is reserved, and nowhere that one ended is known."""
+        self.give_back()
+        self._tails.clear()
 
     def reserves(self) -> list[Run]:
         """The reserved slots, request by request."""

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from kdtree_engine.fragmentation.free_runs import FreeRuns, Run
-from kdtree_engine.fragmentation.growth import Growing, Growth
+from kdtree_engine.fragmentation.growth import AGE, Growing, Growth
 
 
 def slots(runs: list[Run]) -> list[int]:
@@ -38,12 +38,45 @@ def test_reserves_are_given_back_before_an_allocation_fails() -> None:
     assert growth.free == growth.reserved == 0
 
 
-def test_an_ended_request_gives_its_reserve_back() -> None:
-    growth = Growth(FreeRuns(1, 100), chunk=16)
-    growth.extend("a", 0, 10)
-    growth.extend("b", 0, 10)
-    growth.keep_only({"b"})
-    assert growth.reserved == 16
+def test_a_reserve_that_no_batch_is_for_goes_back() -> None:
+    """Of a request that ended, or left, or was retracted: nobody says which."""
+    growth = Growth(FreeRuns(1, 1000), chunk=16)
+    growth.extend("ended", 0, 10)
+    held = 0
+    for batch in range(AGE + AGE // 2):
+        growth.step()
+        growth.extend_all([("lives", held, 1)])
+        held += 1
+        if batch < AGE - 2:
+            assert (11, 16) in growth.reserves()
+    assert (11, 16) not in growth.reserves()
+    assert growth.free == 1000 - 10 - held
+
+
+def test_requests_that_take_turns_keep_their_reserves() -> None:
+    """As micro-batches in a pipeline, and prompts in chunks between decode steps, do."""
+    growth = Growth(FreeRuns(1, 100_000), chunk=64)
+    turns = [[f"r{turn}.{number}" for number in range(4)] for turn in range(4)]
+    rows: dict[str, list[int]] = {name: [] for names in turns for name in names}
+    for step in range(4 * 256):
+        growth.step()
+        for name in turns[step % 4]:
+            rows[name] += slots(growth.extend_all([(name, len(rows[name]), 1)]))
+    for row in rows.values():
+        breaks = sum(after != before + 1 for before, after in itertools.pairwise(row))
+        assert breaks <= 256 / 64
+
+
+def test_a_stream_of_single_tokens_reserves_no_more_than_a_few_batches_do() -> None:
+    growth = Growth(FreeRuns(1, 100_000), chunk=64)
+    for number in range(2000):
+        growth.step()
+        growth.extend_all([(f"r{number}", 0, 20)])
+        growth.runs.give(*growth.runs.take(1)[0])
+        assert growth.reserved <= 64 * (AGE + AGE // 2 + 1)
+    growth.forget()
+    assert growth.reserved == 0
+    assert growth.reserves() == []
 
 
 def test_a_moved_request_grows_where_it_is_now() -> None:
@@ -83,8 +116,7 @@ def test_ranks_that_do_the_same_get_the_same_slots() -> None:
             wanted: list[Growing] = [(names[number], held[number], count)]
             held[number] += count
             given.append(growth.extend_all(wanted))
-            alive = {names[random_.randrange(12)] for _ in range(9)}
-            growth.keep_only(alive)
+            growth.step()
             if random_.random() < 0.1:
                 growth.give_back()
         return given
@@ -121,7 +153,7 @@ def test_random_operations_partition_the_pool(chunk: int) -> None:
             free |= set(row)
             given, count = [], 0
         else:
-            growth.keep_only(set(random_.sample(list(rows), len(rows) // 2)))
+            growth.step()
             given, count = [], 0
         assert len(given) == count or not serves, (seed, step)
         assert set(given) <= free, (seed, step)

@@ -60,22 +60,26 @@ class RunAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
     `planned` gets runs for the whole.
 
     Freed slots arrive as tensors. They are copied to the host without waiting, and are merged into
-    the runs by what is freed after the next allocation, when the step in between has ended and the
-    copy with it; they count as free all the while. Only an allocation that they are needed for at
-    once waits (`waits`). So that this is rare, eviction keeps `margin` slots free beyond what
-    is asked: the prefill of a full pool gets what was evicted before, not what is evicted for it.
+    the runs by what is freed two allocations later, when a step has ended and the copy with it (a
+    step may allocate twice, for a prefill and for decode); they count as free all the while. Only
+    an allocation that they are needed for at once waits. So that this is rare, eviction keeps
+    `margin` slots free beyond what is asked: the prefill of a full pool gets what was evicted
+    before, not what is evicted for it. waits: how often an allocation needed what was freed after
+    the one before it, or anything had to wait for a copy.
     """
 
     def __init__(
         self, size: int, *, chunk: int = 64, margin: int | None = None, **given: Any
     ) -> None:
         self.chunk = chunk
-        self.margin = min(8192, size // 64) if margin is None else margin
+        self._margin = margin
         self.waits = 0
         self.growth = Growth(FreeRuns(1, 0), chunk)
         self._plan: Sequence[Growing] = ()
         self._arriving: list[_Arriving] = []
-        self._old = 0  # of `_arriving`, those that were there at the last allocation
+        self._old = self._older = (
+            0  # of `_arriving`, those there at the last allocation, and before
+        )
         super().__init__(size, need_sort=False, **given)
 
     def clear(self) -> None:
@@ -83,11 +87,17 @@ class RunAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
         super().clear()
         self.free_pages = None  # nothing may read the list that is not kept
         self.growth = Growth(FreeRuns(1, self.size), self.chunk)
-        self._arriving, self._old = [], 0
+        self._arriving, self._old, self._older = [], 0, 0
+
+    @property
+    def margin(self) -> int:
+        """Slots that eviction keeps free; SGLang may resize a pool."""
+        return min(8192, self.size // 64) if self._margin is None else self._margin
 
     @contextlib.contextmanager
     def planned(self, plan: Sequence[Growing]) -> Iterator[None]:
         """What the next allocation is for, in the order in which its slots are dealt out."""
+        self.growth.step()
         self._plan = plan
         try:
             yield
@@ -116,9 +126,8 @@ class RunAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
         if need_size > self.growth.runs.free:
             self._arrive(self._old)
         if need_size > self.growth.free and self._arriving:
-            self.waits += 1
-            self._arrive(len(self._arriving))
-        self._old = len(self._arriving)
+            self._arrive(len(self._arriving), fresh=True)
+        self._older, self._old = self._old, len(self._arriving)
         if need_size > self.growth.free:
             return None
         plan = self._plan
@@ -132,29 +141,34 @@ class RunAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
         if (group := free_group(self)) is not None:
             group.append(free_index.clone())  # a view of a row, which its next owner writes
             return
-        self._arrive(self._old)
+        self._arrive(self._older)
         self._arriving.append(_Arriving(free_index))
 
     def idle(self) -> None:
         """No request runs: nothing is reserved any more."""
         self._arrive(len(self._arriving))
-        self.growth.keep_only(())
+        self.growth.forget()
 
     def settle(self) -> None:
         """What was freed is in the runs from now on; reserves stay. Waits for the device."""
         self._arrive(len(self._arriving))
 
     def get_all_free_pages(self) -> torch.Tensor:
-        """For SGLang's own census. Waits for the device."""
-        self._arrive(len(self._arriving))
-        self.growth.give_back()
-        return self._tensor(self.growth.runs.runs(), self.growth.free)
+        """Every free slot, for a census. Changes nothing, and waits for the device.
 
-    def _arrive(self, count: int) -> None:
+        SGLang's census of pages does not come here: it passes by an allocator without `free_pages`.
+        """
+        runs = [*self.growth.runs.runs(), *self.growth.reserves()]
+        for one in self._arriving:
+            runs += one.runs()
+        return self._tensor(runs, self.available_size())
+
+    def _arrive(self, count: int, *, fresh: bool = False) -> None:
         arrived = self._arriving[:count]
         # Before the first of them: one that was free already must not come again with the next.
         del self._arriving[:count]
-        self._old = max(0, self._old - count)
+        self._old, self._older = max(0, self._old - count), max(0, self._older - count)
+        self.waits += fresh or not all(one.is_there() for one in arrived)
         for one in arrived:
             for run in one.runs():
                 self.growth.runs.give(*run)
@@ -185,6 +199,10 @@ class _Arriving:
     def __init__(self, slots: torch.Tensor) -> None:
         self.count = slots.numel()
         self._copy = HostCopy(slots)
+
+    def is_there(self) -> bool:
+        """Whether `runs` would not wait."""
+        return self._copy.is_over()
 
     def runs(self) -> list[Run]:
         """In the order of the slots, unsorted: where two touch, they merge as they are freed.
@@ -227,11 +245,11 @@ def plan_batches() -> None:
         ]
 
     stock = schedule_batch.alloc_for_extend, schedule_batch.alloc_for_decode
-    schedule_batch.alloc_for_extend = _announced(stock[0], extend, grows=False)
-    schedule_batch.alloc_for_decode = _announced(stock[1], decode, grows=True)
+    schedule_batch.alloc_for_extend = _announced(stock[0], extend)
+    schedule_batch.alloc_for_decode = _announced(stock[1], decode)
     for module in speculative_modules():
         stock_of = module.alloc_for_spec_decode
-        module.alloc_for_spec_decode = _announced(stock_of, verify, grows=True)
+        module.alloc_for_spec_decode = _announced(stock_of, verify)
     if hasattr(TokenToKVPoolAllocator, "evict_to_free_tokens"):
         return
     for module in (schedule_batch, allocation):
@@ -251,23 +269,15 @@ def _sparing(stock: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
     return evict_from_tree_cache
 
 
-def _announced(
-    stock: Callable[..., Any], plan: Callable[..., list[Growing]], *, grows: bool
-) -> Callable[..., Any]:
-    """`stock`, of a batch or of a prefix cache, which both know the allocator.
-
-    grows: whether all that decode now are in the plan, so that no other keeps a reserve.
-    """
+def _announced(stock: Callable[..., Any], plan: Callable[..., list[Growing]]) -> Callable[..., Any]:
+    """`stock`, of a batch or of a prefix cache, which both know the allocator."""
 
     @functools.wraps(stock)
     def announced(holder: Any, *given: Any, **named: Any) -> Any:
         allocator = holder.token_to_kv_pool_allocator
         if not isinstance(allocator, RunAllocator):
             return stock(holder, *given, **named)
-        wanted = plan(holder, *given, **named)
-        if grows:
-            allocator.growth.keep_only({name for name, _, _ in wanted})
-        with allocator.planned(wanted):
+        with allocator.planned(plan(holder, *given, **named)):
             return stock(holder, *given, **named)
 
     announced._kdtree_announced = True  # type: ignore[attr-defined]

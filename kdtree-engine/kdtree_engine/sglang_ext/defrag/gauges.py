@@ -1,8 +1,8 @@
 """Fragmentation of a server's KV pool as Prometheus gauges, beside SGLang's own.
 
 They are there where SGLang's are, with `--enable-metrics`, and change when SGLang's do: every
-`--decode-log-interval` decode steps. What a step launches to measure is read when the next interval
-ends, so that no step waits for it.
+`--decode-log-interval` decode steps, and when nothing runs any more. What a step launches to
+measure is read when the next interval ends, so that no step waits for it.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ _TIER0: Mapping[str, tuple[str, Callable[[Any], float]]] = {
         lambda allocator: allocator.waits,
     ),
 }
+_NOTHING = Summary(0, 0.0, 0.0, 0.0, 0.0, 1.0)
 _log = logging.getLogger(__name__)
 
 
@@ -77,15 +78,29 @@ class Gauges:
         self._make = make
         self._made: dict[str, Any] = {}
         self._measured: tuple[torch.Tensor, HostCopy] | None = None
+        self._is_idle = False
 
     def step(self, table: torch.Tensor, held: list[tuple[int, int]], allocator: Any) -> None:
         """Tell what was measured at the last call, where it is there by now; measure again.
 
         table: the request table. held: row and tokens of each running request.
         """
+        self._is_idle = False
         if self._measured is None or self._measured[1].is_over():
             self._tell_measured()
             self._measure(table, held)
+        self._tell_of(allocator)
+
+    def idle(self, allocator: Any) -> None:
+        """Tell that no request runs; once, as an idle scheduler comes here all the time."""
+        if self._is_idle:
+            return
+        self._is_idle = True
+        self._measured = None
+        self._tell(_NOTHING)
+        self._tell_of(allocator)
+
+    def _tell_of(self, allocator: Any) -> None:
         if hasattr(allocator, "growth"):
             for name, (text, value) in _TIER0.items():
                 self._set(name, text, value(allocator))
@@ -95,7 +110,9 @@ class Gauges:
             return
         tokens, steps = self._measured
         breaks, near = steps.tensor().unbind(1)
-        summary = Fragmentation.of(tokens, breaks, near).summary()
+        self._tell(Fragmentation.of(tokens, breaks, near).summary())
+
+    def _tell(self, summary: Summary) -> None:
         for name, (text, value) in GAUGES.items():
             self._set(name, text, value(summary))
 
@@ -134,14 +151,38 @@ def export() -> None:
             reporter.current_scheduler_metrics_enabled
             and reporter.forward_ct_decode % reporter.decode_log_interval == 0
         ):
-            _step(reporter)
+            _told(reporter, _step)
+        return told
+
+    stock_idle = reporters._maybe_log_idle_metrics
+
+    @functools.wraps(stock_idle)
+    def maybe_log_idle_metrics(reporter: Any, *given: Any, **named: Any) -> Any:
+        told = stock_idle(reporter, *given, **named)
+        if reporter.current_scheduler_metrics_enabled:
+            _told(reporter, _idle)
         return told
 
     report_decode_stats._kdtree_gauges = True  # type: ignore[attr-defined]
     reporters.report_decode_stats = report_decode_stats
+    reporters._maybe_log_idle_metrics = maybe_log_idle_metrics
 
 
-def _step(reporter: Any) -> None:
+def _step(gauges: Gauges, scheduler: Any) -> None:
+    requests = [request for request in scheduler.running_batch.reqs if not request.finished()]
+    gauges.step(
+        scheduler.req_to_token_pool.req_to_token,
+        [row_of(request) for request in requests],
+        scheduler.token_to_kv_pool_allocator,
+    )
+
+
+def _idle(gauges: Gauges, scheduler: Any) -> None:
+    gauges.idle(scheduler.token_to_kv_pool_allocator)
+
+
+def _told(reporter: Any, tell: Callable[[Gauges, Any], None]) -> None:
+    """`tell` with the gauges of a reporter, which it has until telling fails once."""
     gauges = getattr(reporter, "_kdtree_gauges", None)
     if gauges is False:
         return
@@ -149,13 +190,7 @@ def _step(reporter: Any) -> None:
         if gauges is None:
             gauges = Gauges(reporter.metrics_collector.labels, _prometheus)
             reporter._kdtree_gauges = gauges
-        scheduler = reporter.scheduler
-        requests = [request for request in scheduler.running_batch.reqs if not request.finished()]
-        gauges.step(
-            scheduler.req_to_token_pool.req_to_token,
-            [row_of(request) for request in requests],
-            scheduler.token_to_kv_pool_allocator,
-        )
+        tell(gauges, reporter.scheduler)
     except Exception:  # what only counts must not end what serves
         reporter._kdtree_gauges = False
         _log.exception("kdtree_mla: the gauges of fragmentation are off from now on")

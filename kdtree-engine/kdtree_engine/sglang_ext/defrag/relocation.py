@@ -199,6 +199,9 @@ def _fences_of_pools(service: Service) -> Iterator[str]:
     wanted = service.allocator.size + service.allocator.page_size
     if not service.pools:
         yield "no KV pool is named"
+    target = service.allocator.get_kvcache()
+    if target is not None and all(pool is not target for pool in service.pools):
+        yield "the KV pool that the allocator is for is not among those that are named"
     for pool in service.pools:
         if (names := _POOLS.get(type(pool).__name__)) is None:
             yield f"a KV pool is a {type(pool).__name__}, expected {' or '.join(_POOLS)}"

@@ -92,9 +92,6 @@ class _Trial:
         counts = dict.fromkeys(self.live, 1)
         if self.random.random() < 0.3:
             counts = {name: self.random.randint(0, 9) for name in self.live}
-        growth = getattr(self.tried, "growth", None)
-        if growth is not None:
-            growth.keep_only(self.live)
         if any(counts.values()):
             self.allocate("decode", counts)
 

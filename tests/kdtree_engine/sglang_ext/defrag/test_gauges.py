@@ -61,6 +61,21 @@ def test_where_nothing_ran_the_last_measure_stands(told: Told) -> None:
     assert told.values["kdtree:kv_mean_runs"] == 1
 
 
+def test_an_idle_server_says_so_once(told: Told) -> None:
+    gauges = Gauges(LABELS, told.make)
+    gauges.step(torch.tensor([[1, 9, 3]]), [(0, 3)], None)
+    gauges.step(torch.tensor([[1, 9, 3]]), [(0, 3)], None)
+    assert told.values["kdtree:kv_mean_runs"] == 3
+    gauges.idle(None)
+    assert told.values["kdtree:kv_measured_requests"] == told.values["kdtree:kv_mean_runs"] == 0
+    told.values["kdtree:kv_mean_runs"] = -1
+    gauges.idle(None)
+    assert told.values["kdtree:kv_mean_runs"] == -1, "told again"
+    gauges.step(torch.tensor([[1, 2, 3]]), [(0, 3)], None)
+    gauges.idle(None)
+    assert told.values["kdtree:kv_mean_runs"] == 0, "what was under way when it ended is not told"
+
+
 def test_many_requests_are_sampled_evenly(told: Told) -> None:
     """Of 64 rows the later half is scattered: so is half of the sample."""
     table = torch.arange(1, 9, dtype=torch.int32).repeat(64, 1)
