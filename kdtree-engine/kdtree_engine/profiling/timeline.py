@@ -1,0 +1,306 @@
+"""What each GPU of a trace did, in columns: about 50 bytes for a GPU event, 150 for a launch.
+
+Times are microseconds of the trace's clock, as Kineto writes them. As float64 they are exact to a
+nanosecond where the trace has `baseTimeNanoseconds`; older ones, counted from 1970, to 0.25 us.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kdtree_engine.errors import ConfigError
+from kdtree_engine.profiling.reader import Progress, TraceFile
+from kdtree_engine.profiling.rules import REPLAY, Rules
+
+__all__ = ["Activity", "Launch", "Span", "Timeline", "read_timelines"]
+
+_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
+_HOST = {"cuda_runtime", "cuda_driver", "runtime", "driver"}
+_LAUNCHES = re.compile(r"launch|memcpy|memset", re.IGNORECASE)
+_PROFILER_STEP = re.compile(r"^ProfilerStep#\d+$")
+_MERGED = re.compile(r"^\[([^\]]+)\]\s*(.*)$")
+_RANKS = re.compile(r"\b(?:TP|DP|PP|EP)-\d+")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """A range on a host thread. parent: the range around it, by number.
+
+    starts: `decode` or `other` where it starts a step, by the rules; `profiler` for one of
+    torch.profiler's own steps.
+    """
+
+    begin: float
+    end: float
+    stage: str | None
+    starts: str | None
+    parent: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launch:
+    """A call on the host that put work on the GPU, and when it began.
+
+    span: the innermost range around it, by its number. graph: whether it launched a CUDA graph.
+    """
+
+    at: float
+    span: int | None
+    graph: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Activity:
+    """A kernel, copy or fill on the GPU. bytes: of a copy or fill, 0 where the trace has none."""
+
+    begin: float
+    end: float
+    name: str
+    correlation: int
+    bytes: int
+
+
+class Timeline:
+    """One GPU. Activities are in order of their beginning; `spans` are of its host threads."""
+
+    def __init__(self, rank: str, spans: Sequence[Span]) -> None:
+        self.rank = rank
+        self.spans = spans
+        self.names: list[str] = []
+        self._ids: dict[str, int] = {}
+        self._begin = array("d")
+        self._end = array("d")
+        self._name = array("i")
+        self._correlation = array("q")
+        self._bytes = array("q")
+        self._order: Sequence[int] = ()
+        self._launches: _Launches | None = None
+
+    def __len__(self) -> int:
+        return len(self._begin)
+
+    def add(self, begin: float, end: float, name: str, correlation: int, nbytes: int) -> None:
+        number = self._ids.setdefault(name, len(self.names))
+        if number == len(self.names):
+            self.names.append(name)
+        self._begin.append(begin)
+        self._end.append(end)
+        self._name.append(number)
+        self._correlation.append(correlation)
+        self._bytes.append(nbytes)
+
+    def close(self, launches: _Launches, spans: Sequence[Span]) -> None:
+        """Once all has been added."""
+        self._order = array("q", sorted(range(len(self)), key=self._begin.__getitem__))
+        self._launches = launches
+        self.spans = spans
+
+    def __iter__(self) -> Iterator[Activity]:
+        for at in self._order:
+            yield Activity(
+                self._begin[at],
+                self._end[at],
+                self.names[self._name[at]],
+                self._correlation[at],
+                self._bytes[at],
+            )
+
+    def launch(self, activity: Activity) -> Launch | None:
+        """The call that launched it; None where the trace has none."""
+        assert self._launches is not None
+        return self._launches.find(activity.correlation)
+
+    def stage(self, launch: Launch | None) -> str | None:
+        """The stage that it was launched in: that of the innermost range that has one."""
+        if launch is None:
+            return None
+        number = launch.span
+        while number is not None:
+            span = self.spans[number]
+            if span.stage is not None:
+                return span.stage
+            number = span.parent
+        return REPLAY if launch.graph else None
+
+    def starter(self, launch: Launch | None, starts: Sequence[str]) -> int | None:
+        """The number of the innermost range around a launch that starts a step of these kinds."""
+        number = launch.span if launch else None
+        while number is not None:
+            span = self.spans[number]
+            if span.starts is not None and span.starts in starts:
+                return number
+            number = span.parent
+        return None
+
+
+class _Launches:
+    """Launches by correlation id, which is unique within a process."""
+
+    def __init__(self) -> None:
+        self._correlation = array("q")
+        self._at = array("d")
+        self._thread = array("i")  # then the number of the span, -1 for none
+        self._graph = array("b")
+        self._order: dict[int, int] = {}
+
+    def add(self, correlation: int, at: float, thread: int, graph: bool) -> None:
+        self._correlation.append(correlation)
+        self._at.append(at)
+        self._thread.append(thread)
+        self._graph.append(graph)
+
+    def close(self, spans: Sequence[Span], by_thread: Sequence[Sequence[int]]) -> None:
+        """by_thread: for each thread the numbers of its spans, in order of their beginning."""
+        waiting = [0] * len(by_thread)
+        open_span: list[int | None] = [None] * len(by_thread)
+        for one in sorted(range(len(self._at)), key=self._at.__getitem__):
+            at, thread = self._at[one], self._thread[one]
+            numbers = by_thread[thread]
+            while waiting[thread] < len(numbers) and spans[numbers[waiting[thread]]].begin <= at:
+                open_span[thread] = numbers[waiting[thread]]
+                waiting[thread] += 1
+            number = open_span[thread]
+            while number is not None and spans[number].end < at:
+                number = spans[number].parent
+            open_span[thread] = number
+            self._thread[one] = -1 if number is None else number
+            self._order[self._correlation[one]] = one
+
+    def find(self, correlation: int) -> Launch | None:
+        one = self._order.get(correlation)
+        if one is None:
+            return None
+        span = self._thread[one]
+        return Launch(self._at[one], None if span < 0 else span, bool(self._graph[one]))
+
+
+class _Process:
+    """What one process of a trace said: its GPUs, launches and ranges."""
+
+    def __init__(self) -> None:
+        self.gpus: dict[str, Timeline] = {}
+        self.launches = _Launches()
+        self.threads: dict[str, int] = {}
+        self.spans: list[list[Span]] = []
+
+    def thread(self, event: Mapping[str, Any]) -> int:
+        name = f"{event.get('pid')}/{event.get('tid')}"
+        number = self.threads.setdefault(name, len(self.threads))
+        if number == len(self.spans):
+            self.spans.append([])
+        return number
+
+    def close(self) -> None:
+        spans: list[Span] = []
+        by_thread = [_nested(of_thread, spans) for of_thread in self.spans]
+        self.launches.close(spans, by_thread)
+        for gpu in self.gpus.values():
+            gpu.close(self.launches, spans)
+
+
+def _nested(found: Sequence[Span], spans: list[Span]) -> list[int]:
+    """Put a thread's ranges behind `spans`, each with its parent; their numbers there."""
+    numbers: list[int] = []
+    above: list[int] = []
+    for span in sorted(found, key=lambda one: (one.begin, -one.end)):
+        while above and spans[above[-1]].end <= span.begin:
+            above.pop()
+        number = len(spans)
+        spans.append(dataclasses.replace(span, parent=above[-1] if above else None))
+        numbers.append(number)
+        above.append(number)
+    return numbers
+
+
+def read_timelines(
+    path: pathlib.Path, rules: Rules, progress: Progress | None = None
+) -> list[Timeline]:
+    """Every GPU of a trace file, in order of ranks.
+
+    A file that SGLang merged of several ranks gives one for each. Raises what `TraceFile` raises,
+    and ConfigError where an event of the GPU has no time, or there is none at all.
+    """
+    trace = TraceFile(path)
+    processes: dict[str, _Process] = {}
+    kept: dict[str, tuple[str | None, str | None] | None] = {}
+    for event in trace.events(progress):
+        if event.get("ph") != "X":
+            continue
+        category = str(event.get("cat", "")).lower()
+        if category not in _GPU and category not in _HOST and category != "user_annotation":
+            continue
+        name = str(event.get("name", ""))
+        args = event.get("args")
+        args = args if isinstance(args, dict) else {}
+        merged = _MERGED.match(str(event.get("pid")))
+        label = merged[1] if merged else ""
+        process = processes.get(label)
+        if process is None:
+            process = processes[label] = _Process()
+        try:
+            begin = float(event["ts"])
+            if category in _GPU:
+                device = str(args.get("device", merged[2] if merged else event.get("pid")))
+                gpu = process.gpus.get(device)
+                if gpu is None:
+                    gpu = process.gpus[device] = Timeline(label, ())
+                gpu.add(
+                    begin,
+                    begin + float(event["dur"]),
+                    name,
+                    int(args.get("correlation", -1)),
+                    int(args.get("bytes", 0)),
+                )
+            elif category in _HOST:
+                if "correlation" in args and _LAUNCHES.search(name):
+                    process.launches.add(
+                        int(args["correlation"]), begin, process.thread(event), "Graph" in name
+                    )
+            else:
+                if name not in kept:
+                    kept[name] = _meaning(name, rules)
+                meaning = kept[name]
+                if meaning is not None:
+                    span = Span(begin, begin + float(event["dur"]), *meaning)
+                    process.spans[process.thread(event)].append(span)
+        except (KeyError, TypeError, ValueError) as error:
+            told = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise trace.fault(f"has a bad event '{name[:60]}' ({told})") from None
+    found: list[Timeline] = []
+    for label, process in sorted(processes.items()):
+        process.close()
+        for device, gpu in sorted(process.gpus.items()):
+            gpu.rank = label or _rank(path, trace.header)
+            if len(process.gpus) > 1:
+                gpu.rank += f" GPU {device}"
+            found.append(gpu)
+    if not found:
+        raise ConfigError(
+            f"{path} has no activity of a GPU",
+            remedy="profile with the activity GPU (SGLang's default) on a host that has one",
+        )
+    return found
+
+
+def _meaning(name: str, rules: Rules) -> tuple[str | None, str | None] | None:
+    """(stage, starts) of a host range; None where it says nothing."""
+    if _PROFILER_STEP.match(name):
+        return None, "profiler"
+    stage = rules.stage(name)
+    return None if stage is None else (stage.name, stage.starts)
+
+
+def _rank(path: pathlib.Path, header: Mapping[str, Any]) -> str:
+    """From the file's name as SGLang gives it, else from what the trace says, else the name."""
+    ranks = _RANKS.findall(path.name)
+    if ranks:
+        return "-".join(rank.replace("-", "") for rank in ranks)
+    told = header.get("distributedInfo")
+    if isinstance(told, dict) and "rank" in told:
+        return f"rank {told['rank']}"
+    return path.name.partition(".")[0]

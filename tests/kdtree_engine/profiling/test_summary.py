@@ -1,0 +1,97 @@
+"""Figures of small traces that can be checked by hand."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+from traces import GEMM, VERIFY, Trace, two_rounds
+
+from kdtree_engine.errors import ConfigError
+from kdtree_engine.profiling.comparison import compare
+from kdtree_engine.profiling.summary import Profile, profile
+
+
+def by_class(found: Profile) -> dict[str, float]:
+    return {one.name: one.us for one in found.classes}
+
+
+def test_a_step_is_shared_out_among_what_runs_and_what_the_gpu_waits_for(
+    tmp_path: pathlib.Path,
+) -> None:
+    found = profile([two_rounds().write(tmp_path / "trace.json")])
+    assert by_class(found) == pytest.approx(
+        {
+            "verify attention": 90,  # 80 alone, and half of 20 beside the all-reduce
+            "communication": 10,
+            "dense GEMM": 30,
+            "tree build": 10,
+            "unknown": 10,
+            "host scheduling": 25,  # 140..160 and 190..195
+            "idle gaps": 25,  # 100..110, 160..170 and 195..200
+        }
+    )
+    (rank,) = found.ranks
+    assert (rank.steps, rank.told_by, rank.left_out) == (2, "ranges", 0)
+    assert (rank.step_us, rank.median_us, rank.longest_us) == (200, 200, 200)
+    assert rank.busy_us == pytest.approx(150)
+    assert rank.outside_us == 100  # the third round's
+    assert sum(one.share for one in found.classes) == pytest.approx(1)
+
+
+def test_durations_are_also_summed_as_they_are(tmp_path: pathlib.Path) -> None:
+    found = profile([two_rounds().write(tmp_path / "trace.json")])
+    sums = {one.name: (one.kernel_us, one.count) for one in found.classes}
+    assert sums["verify attention"] == (100, 1)
+    assert sums["communication"] == (20, 1)
+    assert [(one.name, one.count) for one in found.unknown] == [("mystery_kernel", 1)]
+    assert found.kernels[0].name == VERIFY
+
+
+def test_only_copies_have_bytes(tmp_path: pathlib.Path) -> None:
+    trace = Trace()
+    trace.copy(0, 10, 2_000_000)
+    trace.kernel(GEMM, 10, 10)
+    found = profile([trace.write(tmp_path / "trace.json")])
+    rates = {one.name: one.gb_s for one in found.classes}
+    assert rates == {"memory copies": pytest.approx(200), "dense GEMM": None}
+
+
+def test_ranks_are_files_or_parts_of_a_merged_one_and_are_averaged(tmp_path: pathlib.Path) -> None:
+    slow, fast = two_rounds(reduce_us=40), two_rounds(reduce_us=20)
+    found = profile(
+        [
+            fast.write(tmp_path / "1764-TP-0.trace.json.gz"),
+            slow.write(tmp_path / "1764-TP-1.trace.json.gz"),
+        ]
+    )
+    assert [rank.rank for rank in found.ranks] == ["TP0", "TP1"]
+    assert by_class(found)["communication"] == pytest.approx((10 + 20) / 2)
+    merged = Trace()
+    for prefix, reduce_us in (("[TP00]", 20.0), ("[TP01]", 40.0)):
+        merged.events += two_rounds(prefix, reduce_us).events
+    again = profile([merged.write(tmp_path / "merged.json", bare=True)])
+    assert [rank.rank for rank in again.ranks] == ["TP00", "TP01"]
+    assert by_class(again) == pytest.approx(by_class(found))
+
+
+def test_two_profiles_differ_class_by_class(tmp_path: pathlib.Path) -> None:
+    before = profile([two_rounds(reduce_us=40).write(tmp_path / "before.json")])
+    other = two_rounds()
+    other.copy(1191, 4, 1000)
+    other.copy(1391, 4, 1000)
+    after = profile([other.write(tmp_path / "after.json")])
+    changes = {one.name: one.change_us for one in compare(before, after)}
+    assert changes["verify attention"] == pytest.approx(10)
+    assert changes["communication"] == pytest.approx(-10)
+    assert changes["memory copies"] == pytest.approx(4)
+    assert sum(changes.values()) == pytest.approx(after.step_us - before.step_us)
+    sizes = [abs(one.change_us) for one in compare(before, after)]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_a_trace_without_a_gpu_says_so(tmp_path: pathlib.Path) -> None:
+    trace = Trace()
+    trace.span("step[DECODE bs=1]", 0, 10)
+    with pytest.raises(ConfigError, match="no activity of a GPU"):
+        profile([trace.write(tmp_path / "cpu.json")])
