@@ -79,14 +79,14 @@ class TraceFile:
         mark = window.take()
         while mark != "}":
             if mark != '"':
-                raise window.fault("has no name of a field where one is due")
+                raise window.lacking("has no name of a field where one is due")
             window.give_back()
             name = window.value()
             if window.take() != ":":
-                raise window.fault(f"has no ':' after {name!r}")
+                raise window.lacking(f"has no ':' after {name!r}")
             if name == "traceEvents":
                 if window.take() != "[":
-                    raise window.fault("has traceEvents that are no list")
+                    raise window.lacking("has traceEvents that are no list")
                 found = True
                 yield from self._array(window)
             else:
@@ -95,7 +95,7 @@ class TraceFile:
             if mark == ",":
                 mark = window.take()
             elif mark != "}":
-                raise window.fault(f"has no ',' after the value of {name!r}")
+                raise window.lacking(f"has no ',' after the value of {name!r}")
         if not found:
             raise ConfigError(
                 f"{self.path} has no traceEvents",
@@ -115,7 +115,7 @@ class TraceFile:
             if mark == ",":
                 mark = window.take()
             elif mark != "]":
-                raise window.fault("has no ',' between two events")
+                raise window.lacking("has no ',' between two events")
 
 
 class _Window:
@@ -130,6 +130,7 @@ class _Window:
         self._scan = json.JSONDecoder(strict=False).raw_decode
         self._text = ""
         self._at = 0
+        self._taken = ""
         self._lines = 1  # the number of the first line in the text
         self._ended = False
 
@@ -140,9 +141,11 @@ class _Window:
             assert match is not None
             self._at = match.end()
             if self._at < len(self._text):
+                self._taken = self._text[self._at]
                 self._at += 1
-                return self._text[self._at - 1]
+                return self._taken
             if not self._more():
+                self._taken = ""
                 return ""
 
     def give_back(self) -> None:
@@ -167,11 +170,15 @@ class _Window:
             except RecursionError:
                 raise self.fault("nests its JSON too deep") from None
             else:
-                # A number that touches the window's end may have more digits behind it.
-                if end == len(self._text) and self._more():
+                # A number may go on behind the window's end, as 1.5 does in 1.5e+3.
+                if end + len("e+") >= len(self._text) and self._more():
                     continue
                 self._at = end
                 return value
+
+    def lacking(self, problem: str) -> ConfigError:
+        """Another character came than was due, or none at all."""
+        return self.fault(problem if self._taken else "is cut off")
 
     def fault(self, problem: str, at: int | None = None) -> ConfigError:
         line = self._lines + self._text.count("\n", 0, self._at if at is None else at)
