@@ -8,7 +8,6 @@ import pytest
 from traces import GEMM, VERIFY, Trace, two_rounds
 
 from kdtree_engine.errors import ConfigError
-from kdtree_engine.profiling.comparison import compare
 from kdtree_engine.profiling.summary import Profile, profile
 
 
@@ -73,21 +72,6 @@ def test_ranks_are_files_or_parts_of_a_merged_one_and_are_averaged(tmp_path: pat
     again = profile([merged.write(tmp_path / "merged.json", bare=True)])
     assert [rank.rank for rank in again.ranks] == ["TP00", "TP01"]
     assert by_class(again) == pytest.approx(by_class(found))
-
-
-def test_two_profiles_differ_class_by_class(tmp_path: pathlib.Path) -> None:
-    before = profile([two_rounds(reduce_us=40).write(tmp_path / "before.json")])
-    other = two_rounds()
-    other.copy(1191, 4, 1000)
-    other.copy(1391, 4, 1000)
-    after = profile([other.write(tmp_path / "after.json")])
-    changes = {one.name: one.change_us for one in compare(before, after)}
-    assert changes["verify attention"] == pytest.approx(10)
-    assert changes["communication"] == pytest.approx(-10)
-    assert changes["memory copies"] == pytest.approx(4)
-    assert sum(changes.values()) == pytest.approx(after.step_us - before.step_us)
-    sizes = [abs(one.change_us) for one in compare(before, after)]
-    assert sizes == sorted(sizes, reverse=True)
 
 
 def test_a_trace_without_a_gpu_says_so(tmp_path: pathlib.Path) -> None:
