@@ -130,6 +130,7 @@ def summarise(timeline: Timeline, rules: Rules) -> RankProfile:
     tally = _Tally(timeline, rules, steps)
     for begin, end, running in segments(tally.intervals()):
         tally.add(begin, end, running)
+    tally.end_idle(None)
     lengths = [end - begin for begin, end in steps.windows]
     step_us = sum(lengths) / count
     classes = [
@@ -172,7 +173,7 @@ class _Tally:
         self._rules = rules
         self._windows = steps.windows
         self._window = 0  # the first that is not over
-        self._idle: tuple[float, float] | None = None
+        self._idle: list[tuple[float, float]] = []
         self._classes: dict[tuple[str, str | None], str] = {}
         self.us: dict[str, float] = {}
         self.kernel_us: dict[str, float] = {}
@@ -198,23 +199,22 @@ class _Tally:
     def add(self, begin: float, end: float, running: Sequence[tuple[str, Launch | None]]) -> None:
         """A segment. Windows begin and end where kernels begin, so none lies across an edge."""
         if not running:
-            self._idle = begin, end
+            self._idle.append((begin, end))
             return
-        if self._idle is not None:
-            # Of those that end the gap, the one launched first could have ended it first.
-            launched = [launch.at for _, launch in running if launch is not None]
-            self._add_idle(*self._idle, min(launched, default=None))
-            self._idle = None
+        # Of those that end the gap, the one launched first could have ended it first.
+        self.end_idle(min((one.at for _, one in running if one is not None), default=None))
         if self._inside(begin):
             for kind, _ in running:
                 self._spend(kind, (end - begin) / len(running))
 
-    def _add_idle(self, begin: float, end: float, launched: float | None) -> None:
-        if not self._inside(begin):
-            return
-        host = 0.0 if launched is None else min(max(launched - begin, 0.0), end - begin)
-        self._spend(HOST, host)
-        self._spend(IDLE, end - begin - host)
+    def end_idle(self, launched: float | None) -> None:
+        """The gap before what was launched then is over. Kernels of no length cut it in pieces."""
+        for begin, end in self._idle:
+            if self._inside(begin):
+                host = 0.0 if launched is None else min(max(launched - begin, 0.0), end - begin)
+                self._spend(HOST, host)
+                self._spend(IDLE, end - begin - host)
+        self._idle.clear()
 
     def _inside(self, at: float) -> bool:
         windows = self._windows

@@ -7,6 +7,7 @@ nanosecond where the trace has `baseTimeNanoseconds`; older ones, counted from 1
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 import re
 from array import array
@@ -85,6 +86,9 @@ class Timeline:
         return len(self._begin)
 
     def add(self, begin: float, end: float, name: str, correlation: int, nbytes: int) -> None:
+        """ValueError where a time is no number, or the end lies before the beginning."""
+        if not (math.isfinite(begin) and begin <= end < math.inf):
+            raise ValueError(f"it lasts from {begin} to {end}")
         number = self._ids.setdefault(name, len(self.names))
         if number == len(self.names):
             self.names.append(name)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pathlib
+import random
 
 import pytest
-from traces import GEMM, VERIFY, Trace, two_rounds
+from traces import GEMM, NORM, REDUCE, VERIFY, Trace, two_rounds
 
 from kdtree_engine.errors import ConfigError
 from kdtree_engine.profiling.summary import Profile, profile
@@ -72,6 +73,32 @@ def test_ranks_are_files_or_parts_of_a_merged_one_and_are_averaged(tmp_path: pat
     again = profile([merged.write(tmp_path / "merged.json", bare=True)])
     assert [rank.rank for rank in again.ranks] == ["TP00", "TP01"]
     assert by_class(again) == pytest.approx(by_class(found))
+
+
+def test_whatever_overlaps_the_classes_add_up_to_the_step(tmp_path: pathlib.Path) -> None:
+    """Drawn traces, with kernels of no length, without launches and across the edges of steps."""
+    draw = random.Random(1)
+    names = (VERIFY, GEMM, NORM, REDUCE, "mystery_kernel")
+    for number in range(40):
+        trace = Trace()
+        for step in range(draw.randrange(2, 5)):
+            trace.span("step[VERIFY bs=1]", 100 * step, 100 * step + 20)
+            trace.kernel(VERIFY, 100 * step + 30, draw.randrange(9), trace.launch(100 * step + 10))
+        for _ in range(draw.randrange(40)):
+            at = draw.randrange(350)
+            launch = trace.launch(max(0, at - draw.randrange(40)), thread=2)
+            known = draw.random() < 0.8
+            trace.kernel(
+                draw.choice(names), at, draw.randrange(30), launch if known else -1, at % 3
+            )
+        found = profile([trace.write(tmp_path / f"{number}.json")])
+        (rank,) = found.ranks
+        assert rank.told_by == "ranges"
+        assert sum(one.us for one in rank.classes) == pytest.approx(rank.step_us)
+        assert rank.step_us == pytest.approx(100)
+        total = sum(event["dur"] for event in trace.events if event["cat"] == "kernel")
+        inside = rank.steps * sum(one.kernel_us for one in rank.classes)
+        assert inside + rank.outside_us == pytest.approx(total)
 
 
 def test_a_trace_without_a_gpu_says_so(tmp_path: pathlib.Path) -> None:

@@ -18,7 +18,9 @@ def timelines(trace: Trace, path: pathlib.Path) -> list[Timeline]:
     return read_timelines(trace.write(path), load_rules())
 
 
-def test_activities_come_in_order_of_time_whatever_the_order_of_the_file(tmp_path: pathlib.Path) -> None:
+def test_activities_come_in_order_of_time_whatever_the_order_of_the_file(
+    tmp_path: pathlib.Path,
+) -> None:
     trace = Trace()
     trace.kernel(NORM, 20, 5)
     trace.kernel(GEMM, 10, 5, stream=9)
@@ -73,6 +75,8 @@ def test_several_gpus_of_one_process_are_several_timelines(tmp_path: pathlib.Pat
     [
         ("ts", None, "has a bad event 'nvjet_tst_64x8_64x16_2x1_v_bz_TNT' (no 'ts')"),
         ("dur", None, "(no 'dur')"),
+        ("dur", -1, "it lasts from 0.0 to -1.0"),
+        ("ts", float("nan"), "it lasts from nan to nan"),
         ("ts", "soon", "could not convert string to float"),
         ("args", {"correlation": "x"}, "invalid literal for int"),
     ],
