@@ -1182,6 +1182,7 @@ def profile_command(
     as_json: bool,
 ) -> None:
     """Where the time of a decode step goes on the GPU, by class of work, from saved traces."""
+    from kdtree_engine.profiling.host import ELSEWHERE
     from kdtree_engine.profiling.summary import profile
     from phases import profile_table as work
 
@@ -1193,6 +1194,9 @@ def profile_command(
         _print_table(work.RANK_COLUMNS, work.rank_rows(found))
         click.echo()
         _print_table(work.CLASS_COLUMNS, work.class_rows(found))
+        if any(one.name != ELSEWHERE for one in found.host):
+            click.echo()
+            _print_table(work.HOST_COLUMNS, work.host_rows(found))
         if top:
             click.echo()
             _print_table(work.KERNEL_COLUMNS, work.kernel_rows(found.kernels[:top]))

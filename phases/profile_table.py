@@ -12,11 +12,13 @@ from kdtree_engine.profiling.summary import KernelTime, Profile
 __all__ = [
     "CHANGE_COLUMNS",
     "CLASS_COLUMNS",
+    "HOST_COLUMNS",
     "KERNEL_COLUMNS",
     "RANK_COLUMNS",
     "as_json",
     "change_rows",
     "class_rows",
+    "host_rows",
     "kernel_rows",
     "rank_rows",
     "remarks",
@@ -25,6 +27,7 @@ __all__ = [
 RANK_COLUMNS = ("rank", "steps", "told by", "step us", "median", "longest", "busy", "outside us")
 CLASS_COLUMNS = ("class", "us", "share", "kernels", "kernel us", "GB/s", "lever")
 KERNEL_COLUMNS = ("kernel us", "count", "class", "name")
+HOST_COLUMNS = ("host, while the GPU waits", "us", "share")
 CHANGE_COLUMNS = ("class", "before us", "after us", "change us", "of the step before")
 
 _LONGEST_NAME = 120
@@ -68,6 +71,10 @@ def kernel_rows(kernels: Sequence[KernelTime]) -> list[tuple[str, ...]]:
         (_us(one.kernel_us), f"{one.count:.1f}", one.kernel_class, _short(one.name))
         for one in kernels
     ]
+
+
+def host_rows(profile: Profile) -> list[tuple[str, ...]]:
+    return [(one.name, _us(one.us), _share(one.us, profile.step_us)) for one in profile.host]
 
 
 def change_rows(before: Profile, after: Profile) -> list[tuple[str, ...]]:

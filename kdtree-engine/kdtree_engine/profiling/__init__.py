@@ -4,6 +4,7 @@
     rules       classes of kernels by name and stage, and the lever of each: `rules.toml`
     timeline    what one GPU did and who launched it, in columns
     steps       where the decode steps begin and end
+    host        what the host did while the GPU waited for it
     intervals   overlapping intervals as a sequence of segments
     summary     time per step by class, idle time and its cause, the largest kernels
     comparison  one summary less another

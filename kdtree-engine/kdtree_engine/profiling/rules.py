@@ -59,6 +59,7 @@ class Rules:
     stages: tuple[Stage, ...]
     rules: tuple[Rule, ...]
     levers: Mapping[str, str]
+    host_work: tuple[re.Pattern[str], ...] = ()
 
     def classify(self, kernel: str, stage: str | None = None) -> str:
         """The class of the first rule that fits, else `unknown`. kernel: its demangled name."""
@@ -73,6 +74,10 @@ class Rules:
             if any(pattern.search(span) for pattern in stage.patterns):
                 return stage
         return None
+
+    def tells_host_work(self, span: str) -> bool:
+        """Whether a host range with this name says what the host is at."""
+        return any(pattern.search(span) for pattern in self.host_work)
 
 
 @functools.cache
@@ -106,7 +111,12 @@ def load_rules(path: pathlib.Path = TABLE) -> Rules:
             raise ConfigError(f"{path}, rule {number}: there is no class '{rule.kernel_class}'")
         if wrong := set(rule.stages) - known:
             raise ConfigError(f"{path}, rule {number}: there is no stage {sorted(wrong)}")
-    return Rules(stages, rules, levers)
+    host_work = tuple(
+        pattern
+        for entry in _entries(path, table, "host", {"match", "source"})
+        for pattern in _patterns(path, entry)
+    )
+    return Rules(stages, rules, levers, host_work)
 
 
 def _entries(

@@ -21,12 +21,13 @@ import pathlib
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from kdtree_engine.profiling.host import HostWork
 from kdtree_engine.profiling.intervals import segments
 from kdtree_engine.profiling.rules import HOST, IDLE, UNKNOWN, Rules, load_rules
 from kdtree_engine.profiling.steps import Steps, find_steps
 from kdtree_engine.profiling.timeline import Activity, Launch, Timeline, read_timelines
 
-__all__ = ["ClassTime", "KernelTime", "Profile", "RankProfile", "profile", "summarise"]
+__all__ = ["ClassTime", "HostTime", "KernelTime", "Profile", "RankProfile", "profile", "summarise"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,14 @@ class KernelTime:
 
 
 @dataclasses.dataclass(frozen=True)
+class HostTime:
+    """What the host did while the GPU waited for a launch, per step: `host scheduling` in parts."""
+
+    name: str
+    us: float
+
+
+@dataclasses.dataclass(frozen=True)
 class RankProfile:
     """One GPU. steps: how many, and told_by: how they were told apart (`steps`).
 
@@ -76,17 +85,19 @@ class RankProfile:
     outside_us: float
     classes: tuple[ClassTime, ...]
     kernels: tuple[KernelTime, ...]
+    host: tuple[HostTime, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """All GPUs of some trace files. classes and kernels: means over the GPUs, largest first."""
+    """All GPUs of some trace files. classes, kernels and host: means over them, largest first."""
 
     files: tuple[str, ...]
     ranks: tuple[RankProfile, ...]
     step_us: float
     classes: tuple[ClassTime, ...]
     kernels: tuple[KernelTime, ...]
+    host: tuple[HostTime, ...]
 
     @property
     def unknown(self) -> tuple[KernelTime, ...]:
@@ -120,6 +131,7 @@ def profile(
         step_us,
         _mean_classes([rank.classes for rank in ranks], step_us, rules),
         _mean_kernels([rank.kernels for rank in ranks]),
+        _mean_host([rank.host for rank in ranks]),
     )
 
 
@@ -162,6 +174,7 @@ def summarise(timeline: Timeline, rules: Rules) -> RankProfile:
         tally.outside_us,
         tuple(sorted(classes, key=lambda one: -one.us)),
         tuple(sorted(kernels, key=lambda one: -one.kernel_us)),
+        _largest_host({name: us / count for name, us in tally.host.items()}),
     )
 
 
@@ -180,6 +193,8 @@ class _Tally:
         self.count: dict[str, int] = {}
         self.bytes: dict[str, int] = {}
         self.kernels: dict[tuple[str, str], tuple[int, float]] = {}
+        self.host: dict[str, float] = {}
+        self._host_work = HostWork(timeline.spans)
         self.outside_us = 0.0
 
     def intervals(self) -> Iterator[tuple[float, float, tuple[str, Launch | None]]]:
@@ -213,6 +228,8 @@ class _Tally:
             if self._inside(begin):
                 host = 0.0 if launched is None else min(max(launched - begin, 0.0), end - begin)
                 self._spend(HOST, host)
+                for name, us in self._host_work.during(begin, begin + host):
+                    self.host[name] = self.host.get(name, 0.0) + us
                 self._spend(IDLE, end - begin - host)
         self._idle.clear()
 
@@ -276,3 +293,16 @@ def _mean_kernels(of_ranks: Sequence[Iterable[KernelTime]]) -> tuple[KernelTime,
         for (name, kind), (count, us) in found.items()
     ]
     return tuple(sorted(means, key=lambda one: -one.kernel_us))
+
+
+def _mean_host(of_ranks: Sequence[Iterable[HostTime]]) -> tuple[HostTime, ...]:
+    found: dict[str, float] = {}
+    for parts in of_ranks:
+        for one in parts:
+            found[one.name] = found.get(one.name, 0.0) + one.us / len(of_ranks)
+    return _largest_host(found)
+
+
+def _largest_host(found: dict[str, float]) -> tuple[HostTime, ...]:
+    parts = [HostTime(name, us) for name, us in found.items()]
+    return tuple(sorted(parts, key=lambda one: -one.us))

@@ -33,13 +33,14 @@ class Span:
     """A range on a host thread. parent: the range around it, by number.
 
     starts: `decode` or `other` where it starts a step, by the rules; `profiler` for one of
-    torch.profiler's own steps.
+    torch.profiler's own steps. label: its name, where it tells what the host does.
     """
 
     begin: float
     end: float
     stage: str | None
     starts: str | None
+    label: str | None = None
     parent: int | None = None
 
 
@@ -86,9 +87,6 @@ class Timeline:
         return len(self._begin)
 
     def add(self, begin: float, end: float, name: str, correlation: int, nbytes: int) -> None:
-        """ValueError where a time is no number, or the end lies before the beginning."""
-        if not (math.isfinite(begin) and begin <= end < math.inf):
-            raise ValueError(f"it lasts from {begin} to {end}")
         number = self._ids.setdefault(name, len(self.names))
         if number == len(self.names):
             self.names.append(name)
@@ -231,7 +229,7 @@ def read_timelines(
     """
     trace = TraceFile(path)
     processes: dict[str, _Process] = {}
-    kept: dict[str, tuple[str | None, str | None] | None] = {}
+    kept: dict[str, tuple[str | None, str | None, str | None] | None] = {}
     for event in trace.events(progress):
         if event.get("ph") != "X":
             continue
@@ -248,6 +246,9 @@ def read_timelines(
             process = processes[label] = _Process()
         try:
             begin = float(event["ts"])
+            end = begin if category in _HOST else begin + float(event["dur"])
+            if not (math.isfinite(begin) and begin <= end < math.inf):
+                raise ValueError(f"it lasts from {begin} to {end}")
             if category in _GPU:
                 device = str(args.get("device", merged[2] if merged else event.get("pid")))
                 gpu = process.gpus.get(device)
@@ -255,7 +256,7 @@ def read_timelines(
                     gpu = process.gpus[device] = Timeline(label, ())
                 gpu.add(
                     begin,
-                    begin + float(event["dur"]),
+                    end,
                     name,
                     int(args.get("correlation", -1)),
                     int(args.get("bytes", 0)),
@@ -270,7 +271,7 @@ def read_timelines(
                     kept[name] = _meaning(name, rules)
                 meaning = kept[name]
                 if meaning is not None:
-                    span = Span(begin, begin + float(event["dur"]), *meaning)
+                    span = Span(begin, end, *meaning)
                     process.spans[process.thread(event)].append(span)
         except (KeyError, TypeError, ValueError) as error:
             told = f"no {error}" if isinstance(error, KeyError) else str(error)
@@ -291,12 +292,14 @@ def read_timelines(
     return found
 
 
-def _meaning(name: str, rules: Rules) -> tuple[str | None, str | None] | None:
-    """(stage, starts) of a host range; None where it says nothing."""
+def _meaning(name: str, rules: Rules) -> tuple[str | None, str | None, str | None] | None:
+    """(stage, starts, label) of a host range; None where it says nothing."""
     if _PROFILER_STEP.match(name):
-        return None, "profiler"
+        return None, "profiler", None
+    if rules.tells_host_work(name):
+        return None, None, name
     stage = rules.stage(name)
-    return None if stage is None else (stage.name, stage.starts)
+    return None if stage is None else (stage.name, stage.starts, None)
 
 
 def _rank(path: pathlib.Path, header: Mapping[str, Any]) -> str:

@@ -131,6 +131,8 @@ def test_sglangs_ranges_are_stages(span: str, stage: str, starts: str | None) ->
 
 def test_other_ranges_are_none() -> None:
     assert load_rules().stage("scheduler.run_batch") is None
+    assert load_rules().tells_host_work("scheduler.run_batch")
+    assert not load_rules().tells_host_work("step[VERIFY bs=1]")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from traces import GEMM, NORM, REDUCE, VERIFY, Trace, two_rounds
 
 from kdtree_engine.errors import ConfigError
+from kdtree_engine.profiling.host import ELSEWHERE
 from kdtree_engine.profiling.summary import Profile, profile
 
 
@@ -37,6 +38,22 @@ def test_a_step_is_shared_out_among_what_runs_and_what_the_gpu_waits_for(
     assert rank.busy_us == pytest.approx(150)
     assert rank.outside_us == 100  # the third round's
     assert sum(one.share for one in found.classes) == pytest.approx(1)
+
+
+def test_the_wait_for_the_host_is_told_by_what_the_host_did(tmp_path: pathlib.Path) -> None:
+    trace = two_rounds()  # the GPU waits for the host at 140..160 and 190..195
+    for at in (1000, 1200):
+        trace.span("scheduler.process_batch_result", at + 100, at + 152)
+        trace.span("scheduler.run_batch", at + 155, at + 193)
+    found = profile([trace.write(tmp_path / "trace.json")])
+    assert {one.name: one.us for one in found.host} == pytest.approx(
+        {
+            "scheduler.process_batch_result": 12,
+            "scheduler.run_batch": 5 + 3,
+            ELSEWHERE: 3 + 2,
+        }
+    )
+    assert sum(one.us for one in found.host) == pytest.approx(by_class(found)["host scheduling"])
 
 
 def test_durations_are_also_summed_as_they_are(tmp_path: pathlib.Path) -> None:
