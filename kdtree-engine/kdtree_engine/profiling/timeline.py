@@ -22,6 +22,7 @@ __all__ = ["Activity", "Launch", "Span", "Timeline", "read_timelines"]
 
 _GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 _HOST = {"cuda_runtime", "cuda_driver", "runtime", "driver"}
+_TAKEN = {*_GPU, *_HOST, "user_annotation"}
 _LAUNCHES = re.compile(r"launch|memcpy|memset", re.IGNORECASE)
 _PROFILER_STEP = re.compile(r"^ProfilerStep#\d+$")
 _MERGED = re.compile(r"^\[([^\]]+)\]\s*(.*)$")
@@ -184,22 +185,53 @@ class _Launches:
 class _Process:
     """What one process of a trace said: its GPUs, launches and ranges."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: Rules) -> None:
         self.gpus: dict[str, Timeline] = {}
         self.launches = _Launches()
-        self.threads: dict[str, int] = {}
-        self.spans: list[list[Span]] = []
+        self._rules = rules
+        self._threads: dict[str, int] = {}
+        self._spans: list[list[Span]] = []  # of each thread
+        self._meanings: dict[str, tuple[str | None, str | None, str | None] | None] = {}
 
-    def thread(self, event: Mapping[str, Any]) -> int:
+    def take(self, category: str, event: Mapping[str, Any], pid: str) -> None:
+        """One event; KeyError, TypeError or ValueError where its fields are not what they must be.
+
+        pid: of a GPU's event the device, unless its arguments name another.
+        """
+        name = str(event.get("name", ""))
+        args = event.get("args")
+        args = args if isinstance(args, dict) else {}
+        begin = float(event["ts"])
+        end = begin if category in _HOST else begin + float(event["dur"])
+        if not (math.isfinite(begin) and begin <= end < math.inf):
+            raise ValueError(f"it lasts from {begin} to {end}")
+        if category in _GPU:
+            device = str(args.get("device", pid))
+            if device not in self.gpus:
+                self.gpus[device] = Timeline("", ())
+            correlation, nbytes = int(args.get("correlation", -1)), int(args.get("bytes", 0))
+            self.gpus[device].add(begin, end, name, correlation, nbytes)
+        elif category in _HOST:
+            if "correlation" in args and _LAUNCHES.search(name):
+                correlation, graph = int(args["correlation"]), "Graph" in name
+                self.launches.add(correlation, begin, self._thread(event), graph)
+        else:
+            if name not in self._meanings:
+                self._meanings[name] = _meaning(name, self._rules)
+            meaning = self._meanings[name]
+            if meaning is not None:
+                self._spans[self._thread(event)].append(Span(begin, end, *meaning))
+
+    def _thread(self, event: Mapping[str, Any]) -> int:
         name = f"{event.get('pid')}/{event.get('tid')}"
-        number = self.threads.setdefault(name, len(self.threads))
-        if number == len(self.spans):
-            self.spans.append([])
+        number = self._threads.setdefault(name, len(self._threads))
+        if number == len(self._spans):
+            self._spans.append([])
         return number
 
     def close(self) -> None:
         spans: list[Span] = []
-        by_thread = [_nested(of_thread, spans) for of_thread in self.spans]
+        by_thread = [_nested(of_thread, spans) for of_thread in self._spans]
         self.launches.close(spans, by_thread)
         for gpu in self.gpus.values():
             gpu.close(self.launches, spans)
@@ -229,57 +261,26 @@ def read_timelines(
     """
     trace = TraceFile(path)
     processes: dict[str, _Process] = {}
-    kept: dict[str, tuple[str | None, str | None, str | None] | None] = {}
     for event in trace.events(progress):
-        if event.get("ph") != "X":
-            continue
         category = str(event.get("cat", "")).lower()
-        if category not in _GPU and category not in _HOST and category != "user_annotation":
+        if event.get("ph") != "X" or category not in _TAKEN:
             continue
-        name = str(event.get("name", ""))
-        args = event.get("args")
-        args = args if isinstance(args, dict) else {}
+        # SGLang's merger writes "[TP00] 0" where the process's own trace has 0.
         merged = _MERGED.match(str(event.get("pid")))
-        label = merged[1] if merged else ""
+        label, pid = (merged[1], merged[2]) if merged else ("", str(event.get("pid")))
         process = processes.get(label)
         if process is None:
-            process = processes[label] = _Process()
+            process = processes[label] = _Process(rules)
         try:
-            begin = float(event["ts"])
-            end = begin if category in _HOST else begin + float(event["dur"])
-            if not (math.isfinite(begin) and begin <= end < math.inf):
-                raise ValueError(f"it lasts from {begin} to {end}")
-            if category in _GPU:
-                device = str(args.get("device", merged[2] if merged else event.get("pid")))
-                gpu = process.gpus.get(device)
-                if gpu is None:
-                    gpu = process.gpus[device] = Timeline(label, ())
-                gpu.add(
-                    begin,
-                    end,
-                    name,
-                    int(args.get("correlation", -1)),
-                    int(args.get("bytes", 0)),
-                )
-            elif category in _HOST:
-                if "correlation" in args and _LAUNCHES.search(name):
-                    process.launches.add(
-                        int(args["correlation"]), begin, process.thread(event), "Graph" in name
-                    )
-            else:
-                if name not in kept:
-                    kept[name] = _meaning(name, rules)
-                meaning = kept[name]
-                if meaning is not None:
-                    span = Span(begin, end, *meaning)
-                    process.spans[process.thread(event)].append(span)
+            process.take(category, event, pid)
         except (KeyError, TypeError, ValueError) as error:
             told = f"no {error}" if isinstance(error, KeyError) else str(error)
-            raise trace.fault(f"has a bad event '{name[:60]}' ({told})") from None
+            name = str(event.get("name"))[:60]
+            raise trace.fault(f"has a bad event '{name}' ({told})") from None
     found: list[Timeline] = []
     for label, process in sorted(processes.items()):
         process.close()
-        for device, gpu in sorted(process.gpus.items()):
+        for device, gpu in sorted(process.gpus.items(), key=lambda one: (len(one[0]), one[0])):
             gpu.rank = label or _rank(path, trace.header)
             if len(process.gpus) > 1:
                 gpu.rank += f" GPU {device}"
