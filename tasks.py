@@ -118,6 +118,28 @@ Exit codes:
 """
 
 
+PROFILE_EPILOG = """\
+A step lasts from one forward pass of the target model to the next, with the drafter's work between
+them; prefill is left out. The column us shares each instant of a step out among the kernels that
+run in it, or gives it to idle gaps (the next kernel has been launched) or to host scheduling (it
+has not), so that the column adds up to the step. The column kernel us is the plain sum of their
+durations. Where there are several GPUs the figures are their means.
+
+\b
+What tells steps apart:
+  ranges    SGLang's step[...] ranges
+  profiler  torch.profiler's own steps
+  graphs    replays of the longest CUDA graphs
+  whole     nothing: the whole trace is one step
+
+\b
+Exit codes:
+  0    the steps are summed up; kernels that no rule knows are listed
+  2    wrong usage, or a file is no trace, is damaged or has no GPU in it
+  3    summed up, but no steps can be told apart
+"""
+
+
 DEPLOY_EPILOG = """\b
 Exit codes:
   0    it is a release there, on every host that was named, and every gate of phases 0..N is
@@ -1125,6 +1147,91 @@ def tune(
 
 def _say_timed(done: int, total: int, what: str) -> None:
     click.echo(f"[{done + 1}/{total}] {what}", err=True)
+
+
+# ---------------------------------------------------------------------------------------------
+# Where the time of a step goes.
+
+
+@cli.command("profile", epilog=PROFILE_EPILOG)
+@click.option(
+    "--trace",
+    "traces",
+    multiple=True,
+    required=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=pathlib.Path),
+    metavar="FILE",
+    help="A torch-profiler trace, .json or .json.gz; once for each rank. Repeatable.",
+)
+@click.option(
+    "--before",
+    "earlier",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=pathlib.Path),
+    metavar="FILE",
+    help="One to compare it with. Repeatable.",
+)
+@click.option(
+    "--top",
+    type=click.IntRange(0),
+    default=10,
+    show_default=True,
+    help="Kernels to list, the largest first; those that no rule knows are all listed.",
+)
+@_json_option
+@click.pass_context
+def profile_command(
+    ctx: click.Context,
+    traces: tuple[pathlib.Path, ...],
+    earlier: tuple[pathlib.Path, ...],
+    top: int,
+    as_json: bool,
+) -> None:
+    """Where the time of a decode step goes on the GPU, by class of work, from saved traces."""
+    from kdtree_engine.profiling.host import ELSEWHERE
+    from kdtree_engine.profiling.summary import profile
+    from phases import profile_table as work
+
+    before = profile(earlier, progress=_Reading()) if earlier else None
+    found = profile(traces, progress=_Reading())
+    if as_json:
+        _print_json(work.as_json(found, before))
+    else:
+        _print_table(work.RANK_COLUMNS, work.rank_rows(found))
+        click.echo()
+        _print_table(work.CLASS_COLUMNS, work.class_rows(found))
+        if any(one.name != ELSEWHERE for one in found.host):
+            click.echo()
+            _print_table(work.HOST_COLUMNS, work.host_rows(found))
+        if top:
+            click.echo()
+            _print_table(work.KERNEL_COLUMNS, work.kernel_rows(found.kernels[:top]))
+        if found.unknown:
+            click.echo("\nkernels that no rule knows:")
+            _print_table(work.KERNEL_COLUMNS, work.kernel_rows(found.unknown))
+        if before is not None:
+            click.echo()
+            _print_table(work.CHANGE_COLUMNS, work.change_rows(before, found))
+    for line in work.remarks(found, before):
+        click.echo(f"kd: {line}", err=True)
+    profiles = (found, before) if before is not None else (found,)
+    told = all(rank.told_by != "whole" for one in profiles for rank in one.ranks)
+    ctx.exit(ExitCode.PASSED if told else ExitCode.BLOCKED)
+
+
+class _Reading:
+    """Progress through long files on stderr: a line for each tenth."""
+
+    _LONG = 64 << 20
+
+    def __init__(self) -> None:
+        self._told: tuple[pathlib.Path, int] | None = None
+
+    def __call__(self, path: pathlib.Path, done: int, size: int) -> None:
+        tenths = 10 * done // size if size else 10
+        if size >= self._LONG and self._told != (path, tenths):
+            self._told = path, tenths
+            click.echo(f"[{tenths}/10] {path.name}: {done >> 20} of {size >> 20} MiB", err=True)
 
 
 # ---------------------------------------------------------------------------------------------

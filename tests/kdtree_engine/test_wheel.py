@@ -42,6 +42,7 @@ def test_wheel(root: pathlib.Path, tmp_path: pathlib.Path, with_library: bool) -
         assert (LIBRARY in archive.namelist()) is with_library
         assert "kdtree_engine/py.typed" in archive.namelist()
         assert "kdtree_engine/tables/sm_90.json" in archive.namelist()
+        assert "kdtree_engine/profiling/rules.toml" in archive.namelist()
         assert "kdtree_engine/sglang_ext/backend.py" in archive.namelist()
         assert not any("kd_sglang_cpu" in name for name in archive.namelist())  # for tests alone
         (points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))

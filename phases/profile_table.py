@@ -1,0 +1,147 @@
+"""What `kd profile` shows of a profile, as rows of tables and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from kdtree_engine.profiling.comparison import ClassChange, compare
+from kdtree_engine.profiling.summary import KernelTime, Profile
+
+__all__ = [
+    "CHANGE_COLUMNS",
+    "CLASS_COLUMNS",
+    "HOST_COLUMNS",
+    "KERNEL_COLUMNS",
+    "RANK_COLUMNS",
+    "as_json",
+    "change_rows",
+    "class_rows",
+    "host_rows",
+    "kernel_rows",
+    "rank_rows",
+    "remarks",
+]
+
+RANK_COLUMNS = ("rank", "steps", "told by", "step us", "median", "longest", "busy", "outside us")
+CLASS_COLUMNS = ("class", "us", "share", "kernels", "kernel us", "GB/s", "lever")
+KERNEL_COLUMNS = ("kernel us", "count", "class", "name")
+HOST_COLUMNS = ("host, while the GPU waits", "us", "share")
+CHANGE_COLUMNS = ("class", "before us", "after us", "change us", "of the step before")
+
+_LONGEST_NAME = 120
+
+
+def rank_rows(profile: Profile) -> list[tuple[str, ...]]:
+    return [
+        (
+            rank.rank,
+            str(rank.steps),
+            rank.told_by,
+            _us(rank.step_us),
+            _us(rank.median_us),
+            _us(rank.longest_us),
+            _share(rank.busy_us, rank.step_us),
+            _us(rank.outside_us),
+        )
+        for rank in profile.ranks
+    ]
+
+
+def class_rows(profile: Profile) -> list[tuple[str, ...]]:
+    """The largest class first, then the step that they add up to."""
+    rows = [
+        (
+            one.name,
+            _us(one.us),
+            _share(one.us, profile.step_us),
+            f"{one.count:.1f}" if one.count else "",
+            _us(one.kernel_us) if one.count else "",
+            "" if one.gb_s is None else f"{one.gb_s:.1f}",
+            one.lever,
+        )
+        for one in profile.classes
+    ]
+    return [*rows, ("step", _us(profile.step_us), "100.0%", "", "", "", "")]
+
+
+def kernel_rows(kernels: Sequence[KernelTime]) -> list[tuple[str, ...]]:
+    return [
+        (_us(one.kernel_us), f"{one.count:.1f}", one.kernel_class, _short(one.name))
+        for one in kernels
+    ]
+
+
+def host_rows(profile: Profile) -> list[tuple[str, ...]]:
+    return [(one.name, _us(one.us), _share(one.us, profile.step_us)) for one in profile.host]
+
+
+def change_rows(before: Profile, after: Profile) -> list[tuple[str, ...]]:
+    """The largest change first, then the step's, which they add up to."""
+    step = ClassChange("step", before.step_us, after.step_us)
+    return [
+        (
+            one.name,
+            _us(one.before_us),
+            _us(one.after_us),
+            f"{one.change_us:+,.1f}",
+            f"{one.change_us / before.step_us:+.1%}" if before.step_us else "",
+        )
+        for one in (*compare(before, after), step)
+    ]
+
+
+def remarks(profile: Profile, before: Profile | None = None) -> list[str]:
+    """What limits these figures: each a line."""
+    found: list[str] = []
+    for one in (profile, before):
+        if one is not None and any(rank.told_by == "whole" for rank in one.ranks):
+            found.append(
+                f"{', '.join(one.files)}: no decode steps can be told apart; "
+                "the figures are of the whole trace as one step"
+            )
+    left_out = max(rank.left_out for rank in profile.ranks)
+    if left_out:
+        found.append(f"{left_out} passes that were no decode are left out")
+    if before is not None:
+        kinds = [sorted({rank.told_by for rank in one.ranks}) for one in (before, profile)]
+        if kinds[0] != kinds[1] or len(before.ranks) != len(profile.ranks):
+            found.append("before and after differ in their ranks or in how steps are told apart")
+    return found
+
+
+def as_json(profile: Profile, before: Profile | None = None) -> dict[str, Any]:
+    """All figures, with full names of kernels."""
+    document: dict[str, Any] = {"version": 1, **_plain(profile)}
+    if before is not None:
+        document["before"] = _plain(before)
+        document["changes"] = [
+            {**dataclasses.asdict(one), "change_us": one.change_us}
+            for one in compare(before, profile)
+        ]
+    document["remarks"] = remarks(profile, before)
+    return document
+
+
+def _plain(profile: Profile) -> dict[str, Any]:
+    return {
+        **dataclasses.asdict(profile),
+        "classes": [{**dataclasses.asdict(one), "gb_s": one.gb_s} for one in profile.classes],
+        "unknown": [one.name for one in profile.unknown],
+    }
+
+
+def _us(value: float) -> str:
+    return f"{value:,.1f}"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else ""
+
+
+def _short(name: str) -> str:
+    """A demangled name fills pages: its beginning and its end tell kernels apart."""
+    if len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[: _LONGEST_NAME - 33]}...{name[-30:]}"

@@ -1,0 +1,160 @@
+"""The rule table: names as the libraries write them, and a table that is read strictly."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import pytest
+
+from kdtree_engine.errors import ConfigError
+from kdtree_engine.profiling.rules import HOST, IDLE, TABLE, UNKNOWN, load_rules
+
+NAMES = {
+    "void kdtree::tree_verify_wgmma_kernel<kdtree::Tile<64> >(kdtree::TreeVerifyParams, "
+    "CUtensorMap_st)": "verify attention",
+    "void kdtree::(anonymous namespace)::merge_kernel<1>(kdtree::TreeVerifyParams)": (
+        "verify attention"
+    ),
+    "kdtree::(anonymous namespace)::merge_kernel(kdtree::BuildParams)": "tree build",
+    "kdtree::(anonymous namespace)::chunk_kernel(kdtree::BuildParams)": "tree build",
+    "kdtree::(anonymous namespace)::accept_kernel(kdtree::AcceptParams)": "acceptance",
+    "kdtree::(anonymous namespace)::compact_kernel(kdtree::CompactParams)": "KV move",
+    "_verify_mla_prefix_stage1": "verify attention",
+    "_fwd_kernel": "other attention",
+    "_fwd_grouped_kernel_stage1": "other attention",
+    "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<flash::"
+    "CollectiveMainloopFwdSm90<2, cute::tuple<cute::C<1>>>>>>(flash::Params)": "other attention",
+    "void sm90::decode::dense::flash_fwd_splitkv_mla_kernel<cutlass::bfloat16_t>(Params)": (
+        "other attention"
+    ),
+    "void flashinfer::BatchPrefillWithPagedKVCacheKernel<flashinfer::KernelTraits<>>(P)": (
+        "other attention"
+    ),
+    "nvjet_sm90_tst_192x208_64x4_2x1_v_bz_coopB_bias_TNT": "dense GEMM",
+    "sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize32x32x64_stage6": "dense GEMM",
+    "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>(P)": "dense GEMM",
+    "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int, "
+    "int, int>, cutlass::gemm::collective::CollectiveMma<>>>(P)": "dense GEMM",
+    "void deep_gemm::sm90_fp8_gemm_1d2d_impl<(cute::UMMA::Major)0, 0u, 7168u, 2112u, 1u, "
+    "(deep_gemm::GemmType)0, float>(float*)": "dense GEMM",
+    "void deep_gemm::sm90_fp8_gemm_1d2d_impl<(cute::UMMA::Major)0, 0u, 7168u, 2112u, 1u, "
+    "(deep_gemm::GemmType)2, float>(float*)": "MoE GEMM",
+    "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::"
+    "GroupProblemShape<cute::tuple<int, int, int>>>>(P)": "MoE GEMM",
+    "fused_moe_kernel": "MoE GEMM",
+    "void marlin_moe_wna16::Marlin<__nv_bfloat16, 256>(int4 const*)": "MoE GEMM",
+    "void moe_align_block_size_kernel<int>(int const*)": "routing",
+    "kimi_k2_moe_fused_gate_kernel(float*)": "routing",
+    "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
+    "void sglang::cross_device_reduce_1stage<__nv_bfloat16, 8>(sglang::RankData*)": "communication",
+    "void flashinfer::norm::FusedAddRMSNormKernel<8u, __nv_bfloat16>(__nv_bfloat16*)": (
+        "norm and elementwise"
+    ),
+    "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>(int)": (
+        "norm and elementwise"
+    ),
+    "triton_poi_fused_add_mul_0": "norm and elementwise",
+    "_per_token_group_quant_mla_deep_gemm_masked_fp8": "norm and elementwise",
+    "build_tree_efficient(long*, long*)": "tree build",
+    "_reconstruct_tree_mask_kernel": "mask build",
+    "void VerifyTreeGreedy<long, long>(long*)": "acceptance",
+    "void set_mla_kv_buffer_kernel<1024l>(char*)": "KV move",
+    "void flashinfer::sampling::TopPSamplingFromProbKernel<1024u>(float*)": "sampling",
+    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::ArgMaxOps"
+    "<float>, unsigned int, long, 4>>(P)": "sampling",
+    "create_flashinfer_kv_indices_triton": "batch metadata",
+    "Memcpy HtoD (Pinned -> Device)": "memory copies",
+    "Memset (Device)": "memory copies",
+    "kernel": UNKNOWN,
+}
+
+
+@pytest.mark.parametrize(("name", "expected"), NAMES.items())
+def test_a_name_has_its_class(name: str, expected: str) -> None:
+    assert load_rules().classify(name) == expected
+
+
+def test_every_class_has_an_example_here() -> None:
+    by_other_means = {"draft model", IDLE, HOST}
+    assert set(NAMES.values()) | by_other_means == set(load_rules().levers)
+
+
+def test_every_kernel_of_this_repository_is_known(root: pathlib.Path) -> None:
+    folders = (root / "kdtree-engine" / name for name in ("csrc", "csrc_trees"))
+    sources = [path for folder in folders for path in folder.iterdir() if path.is_file()]
+    declared = re.compile(r"__global__[^;{]*?\b(\w+)\(const __grid_constant__ (\w+) p\b")
+    kernels = {found for path in sources for found in declared.findall(path.read_text())}
+    assert len(kernels) == 10, "a kernel came or went: give it a rule, and count it here"
+    for name, parameters in kernels:
+        full = f"void kdtree::(anonymous namespace)::{name}<1>(kdtree::{parameters})"
+        assert load_rules().classify(full) != UNKNOWN, full
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "expected"),
+    [
+        ("nvjet_tst_64x8_64x16_2x1_v_bz_TNT", "draft", "draft model"),
+        ("nvjet_tst_64x8_64x16_2x1_v_bz_TNT", "verify", "dense GEMM"),
+        ("_fwd_kernel", "verify", "verify attention"),
+        ("_fwd_kernel", "replay", "verify attention"),
+        ("_fwd_kernel", "prefill", "other attention"),
+        ("_fwd_kernel", "draft", "draft model"),
+        ("Memcpy DtoH (Device -> Pageable)", "draft", "memory copies"),
+        (
+            "kdtree::(anonymous namespace)::select_kernel(kdtree::BuildParams)",
+            "draft",
+            "tree build",
+        ),
+    ],
+)
+def test_the_stage_tells_where_the_name_cannot(name: str, stage: str, expected: str) -> None:
+    assert load_rules().classify(name, stage) == expected
+
+
+@pytest.mark.parametrize(
+    ("span", "stage", "starts"),
+    [
+        ("step[VERIFY bs=4 g_sq=36]", "verify", "decode"),
+        ("step[DECODE bs=1]", "decode", "decode"),
+        ("step[DRAFT bs=1]", "draft", None),
+        ("step[EXTEND bs=1 toks=512]", "prefill", "other"),
+        ("step[IDLE bs=0]", "other", "other"),
+        ("draft_extend", "draft", None),
+    ],
+)
+def test_sglangs_ranges_are_stages(span: str, stage: str, starts: str | None) -> None:
+    found = load_rules().stage(span)
+    assert found is not None
+    assert (found.name, found.starts) == (stage, starts)
+
+
+def test_other_ranges_are_none() -> None:
+    assert load_rules().stage("scheduler.run_batch") is None
+    assert load_rules().tells_host_work("scheduler.run_batch")
+    assert not load_rules().tells_host_work("step[VERIFY bs=1]")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ('class = "KV move"', 'class = "KV moves"', "rule 4: there is no class 'KV moves'"),
+        ('stages = ["draft"]', 'stages = ["drafts"]', "there is no stage ['drafts']"),
+        ("match = ['^Memcpy '", "match = ['^Memcpy ('", "is no regular expression"),
+        ('source = "csrc_trees/accept.cu"', "", "rule 3 lacks source"),
+        ("match = ['']", "match = ['']\nweight = 1", "unknown weight"),
+        ('name = "idle gaps"', 'name = "gaps"', "lacks the class 'idle gaps'"),
+        ("[[stage]]", "[stage", "is no TOML"),
+    ],
+)
+def test_a_broken_table_is_one_line_with_its_place(
+    tmp_path: pathlib.Path, old: str, new: str, complaint: str
+) -> None:
+    text = TABLE.read_text()
+    assert old in text
+    path = tmp_path / "rules.toml"
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(ConfigError) as caught:
+        load_rules(path)
+    assert str(path) in str(caught.value)
+    assert complaint in str(caught.value)

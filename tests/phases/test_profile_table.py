@@ -1,0 +1,76 @@
+"""What `kd profile` shows, and what it exits with."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import click.testing
+import pytest
+from traces import GEMM, Trace, two_rounds
+
+import tasks
+from kdtree_engine.profiling.summary import KernelTime, profile
+from phases import profile_table
+
+
+def kd(*arguments: object) -> click.testing.Result:
+    return click.testing.CliRunner().invoke(tasks.cli, ["profile", *map(str, arguments)])
+
+
+@pytest.fixture
+def rounds(tmp_path: pathlib.Path) -> pathlib.Path:
+    return two_rounds().write(tmp_path / "1764-TP-0.trace.json.gz")
+
+
+def test_the_classes_add_up_to_the_step_and_name_their_lever(rounds: pathlib.Path) -> None:
+    *rows, step = profile_table.class_rows(profile([rounds]))
+    assert all(len(row) == len(profile_table.CLASS_COLUMNS) for row in (*rows, step))
+    assert rows[0][:5] == ("verify attention", "90.0", "45.0%", "1.0", "100.0")
+    assert sum(float(row[1]) for row in rows) == pytest.approx(float(step[1]))
+    assert all(row[-1] for row in rows)
+
+
+def test_the_command_prints_the_tables_and_every_unknown_kernel(rounds: pathlib.Path) -> None:
+    run = kd("--trace", rounds, "--top", 1)
+    assert run.exit_code == 0
+    assert "TP0   2      ranges   200.0" in run.stdout
+    assert "kernels that no rule knows:" in run.stdout
+    assert run.stdout.count("mystery_kernel") == 1
+    assert run.stdout.count("tree_verify_kernel<") == 1
+
+
+def test_before_and_after_in_text_and_json(rounds: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    before = two_rounds(reduce_us=40).write(tmp_path / "before.json")
+    text = kd("--trace", rounds, "--before", before)
+    assert text.exit_code == 0
+    assert "communication     20.0       10.0      -10.0      -5.0%" in text.stdout
+    told = json.loads(kd("--trace", rounds, "--before", before, "--json").stdout)
+    changes = {one["name"]: one["change_us"] for one in told["changes"]}
+    assert changes["communication"] == pytest.approx(-10)
+    assert told["unknown"] == ["mystery_kernel"]
+    assert told["ranks"][0]["told_by"] == "ranges"
+    assert told["before"]["files"] == ["before.json"]
+
+
+def test_without_steps_it_says_so_and_exits_3(tmp_path: pathlib.Path) -> None:
+    trace = Trace()
+    trace.kernel(GEMM, 0, 5)
+    run = kd("--trace", trace.write(tmp_path / "trace.json"))
+    assert run.exit_code == 3
+    assert "no decode steps can be told apart" in run.stderr
+
+
+def test_profiles_of_other_ranks_or_steps_are_remarked(
+    rounds: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    one = profile([rounds])
+    both = profile([rounds, two_rounds().write(tmp_path / "1764-TP-1.trace.json")])
+    assert profile_table.remarks(one, one) == []
+    assert "differ in their ranks" in profile_table.remarks(one, both)[0]
+
+
+def test_a_long_name_keeps_its_ends() -> None:
+    ((*_, shown),) = profile_table.kernel_rows([KernelTime("a" * 500 + "z", "unknown", 1, 1)])
+    assert len(shown) == 120
+    assert (shown[0], shown[-1]) == ("a", "z")
