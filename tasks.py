@@ -1330,6 +1330,7 @@ def moe(
     if trace is None:
         # Half of the steps are for the placement, and a batch is drawn from the other half.
         steps = 2 * max(256, 2 * max(wanted))
+        _note(f"drawing {steps} steps of {nodes} tokens")
         routing = SyntheticRouter(skew=skew, reuse=reuse).draw(steps, nodes, seed)
     else:
         routing = read_routing(trace, top_k=top_k)
@@ -1353,8 +1354,9 @@ def moe(
     for line in ("", *work.findings(found), ""):
         click.echo(line)
     click.echo(f"{found.source}; {found.steps} steps, {found.ranks} ranks, {weights} weights")
-    click.echo(f"prediction, not measured: {part.name}: {part.source}")
-    click.echo(f"prediction, not measured: {between.name}: {between.source}")
+    click.echo("every time is a prediction: no MoE layer was timed on any GPU")
+    click.echo(f"rates of {part.name}: {part.source}")
+    click.echo(f"all-reduce over {between.name}: {between.source}")
 
 
 def _batches(text: str) -> list[int]:

@@ -164,7 +164,7 @@ def _outcome(
         busiest=float(reads.amax(2).mean()),
         mean=float(reads.mean()),
         idle=float((work.experts == 0).double().mean()),
-        waiting=float(1 - busy.sum() / (work.ranks * slowest.sum())),
+        waiting=max(0.0, float(1 - busy.sum() / (work.ranks * slowest.sum()))),
         by_layer=list(zip(layers, *of_layers, strict=True)),
     )
 
@@ -225,7 +225,17 @@ def findings(found: Imbalance) -> list[str]:
             f"Placement at batch {batch}: with {found.redundant} redundant experts "
             f"{' and '.join(takes)}; the shortest, within 1%: {', '.join(near)}."
         )
-    return said
+    return [*said, _memory(found)]
+
+
+def _memory(found: Imbalance) -> str:
+    """What the experts of all layers take, beside what the GPU has for all things."""
+    one = found.outcomes[0].layers * found.shape.bytes / found.ranks / 1e9
+    plain, copied = (one * (found.experts + more) for more in (0, found.redundant))
+    takes = f"Memory: the experts take {plain:,.0f} GB a rank, {copied:,.0f} with the copies"
+    whole = f"{found.gpu.memory / 1e9:.0f} GB of one {found.gpu.name}."
+    fits = copied * 1e9 <= found.gpu.memory
+    return f"{takes}, of the {whole}" if fits else f"{takes}: they are more than the {whole}"
 
 
 def _by(one: Outcome, other: Outcome, tokens: float = 1) -> str:

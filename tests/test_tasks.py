@@ -248,9 +248,11 @@ def test_imbalance_of_experts_is_predicted_and_said_to_be_a_prediction(kd: Kd) -
         ["1", "1", name] for name in ("tp", "ep", "eplb", "eplb-joined")
     ]
     assert len(rows) == 8
-    predictions = [line for line in shown.stdout.splitlines() if line.startswith("prediction, not")]
-    assert "rtx-5090" in predictions[0]
-    assert "latency given on the command line" in predictions[1]
+    prediction, rates, link = shown.stdout.splitlines()[-3:]
+    assert prediction == "every time is a prediction: no MoE layer was timed on any GPU"
+    assert rates.startswith("rates of rtx-5090: not measured")
+    assert link.startswith("all-reduce over pcie: all-reduce: latency given on the command line")
+    assert "they are more than the 32 GB of one rtx-5090" in shown.stdout
     answer = json.loads(kd(*arguments, "--json").stdout)
     assert answer["measured"] is False
     assert len(answer["outcomes"]) == 8

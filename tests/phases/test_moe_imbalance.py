@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -16,7 +17,7 @@ from phases.moe_imbalance import COLUMNS, Imbalance, findings, rows, study
 
 SHAPE = ExpertShape(hidden=10, intermediate=2, bytes_per_weight=0.5)
 """60 weights: 30 bytes to read, 120 flop a token."""
-GPU = Gpu("toy", bandwidth=30, flops=1e9, link="toy", source="none", launch=0.5)
+GPU = Gpu("toy", bandwidth=30, flops=1e9, memory=100, link="toy", source="none", launch=0.5)
 """A second for each expert that is read."""
 LINK = Link("toy", latency=0.25, bandwidth=1e9, source="none")
 
@@ -93,7 +94,7 @@ def test_rows_and_sentences_are_of_the_figures() -> None:
     assert all(len(row) == len(COLUMNS) for row in table)
     assert table[1][:3] == ("1", "2", "ep")
     assert table[1][-4:] == ("2.0", "1.0", "0.500", "0.500")
-    first, reduce, batching, *placements = findings(found)
+    first, reduce, batching, *placements, memory = findings(found)
     assert "2 tokens activate 2 of 4 experts a layer" in first
     assert "the busiest of 2 ranks reads 2.0, the mean 1.0, and 50.0% of the ranks none" in first
     assert "50% of the ranks' time in experts is waiting" in first
@@ -105,7 +106,16 @@ def test_rows_and_sentences_are_of_the_figures() -> None:
         "Placement at batch 2",
     ]
     assert placements[0].endswith("the shortest, within 1%: tp, eplb, eplb-joined.")
-    assert len(findings(studied(by_hand(), [1]))) == 3
+    # Two experts of 30 bytes a rank, in one layer.
+    assert (
+        memory == "Memory: the experts take 0 GB a rank, 0 with the copies, of the 0 GB of one toy."
+    )
+    assert len(findings(studied(by_hand(), [1]))) == 4
+    large = dataclasses.replace(found, shape=ExpertShape(bytes_per_weight=1e6), redundant=2)
+    assert findings(large)[-1] == (
+        "Memory: the experts take 88,080 GB a rank, 132,121 with the copies: they are more than "
+        "the 0 GB of one toy."
+    )
 
 
 def test_json_is_plain_and_says_that_nothing_was_measured() -> None:

@@ -72,13 +72,14 @@ class Gpu:
     """Rates of one GPU.
 
     bandwidth: bytes/s of reads from DRAM. flops: flop/s of bf16 products, which weights of fewer
-    bits are widened for. link: a name in LINKS. source: where bandwidth and flops are from.
+    bits are widened for. memory: bytes. link: a name in LINKS. source: where these are from.
     launch: seconds of a layer's kernels with nothing to do.
     """
 
     name: str
     bandwidth: float
     flops: float
+    memory: float
     link: str
     source: str
     launch: float = 10e-6
@@ -119,23 +120,28 @@ GPUS = {
             "h200",
             4.46e12,
             989e12,
+            141e9,
             "nvlink",
-            "bandwidth measured on one H200 (bare reads, plan 16); flops are the vendor's, dense",
+            "bandwidth measured on one H200 (bare reads, plan 16); the vendor's dense flops, not "
+            "measured",
         ),
         Gpu(
             "rtx-pro-6000",
             1.792e12,
             1024 * 188 * 2.6e9,
+            96e9,
             "pcie",
-            "the vendor's bandwidth; flops from 188 SMs at 2.6 GHz, 1,024 a cycle (plan 15)",
+            "not measured: the vendor's bandwidth; flops from 188 SMs at 2.6 GHz, 1,024 a cycle "
+            "(plan 15)",
         ),
         Gpu(
             "rtx-5090",
             1.792e12,
             209.5e12,
+            32e9,
             "pcie",
-            "the vendor's bandwidth and dense bf16 flops with float32 sums; the link is taken for "
-            "that of RTX PRO 6000, which GeForce drivers do not give",
+            "not measured: the vendor's bandwidth and dense bf16 flops with float32 sums; its link "
+            "is assumed to be as RTX PRO 6000's",
         ),
     )
 }

@@ -51,10 +51,14 @@ def spread(counts: torch.Tensor, hosts: torch.Tensor, generator: torch.Generator
     copies = hosts.sum(1)
     first = (torch.rand(counts.shape, generator=generator) * copies).long()
     place = hosts.cumsum(1) - 1  # of a copy among its expert's, by rank
-    turn = (place - first[:, :, None]) % copies[:, None]
-    tokens = counts[:, :, None] // copies[:, None]
-    tokens = (tokens + (turn < counts[:, :, None] % copies[:, None])) * hosts
-    return Work((tokens > 0).sum(3), tokens.sum(3))
+    experts, pairs = [], []
+    for count, start in zip(counts, first, strict=True):  # one at a time: each is ranks as large
+        turn = (place - start[:, None]) % copies[:, None]
+        more = turn < (count % copies)[:, None]
+        tokens = ((count // copies)[:, None] + more) * hosts
+        experts.append((tokens > 0).sum(2))
+        pairs.append(tokens.sum(2))
+    return Work(torch.stack(experts), torch.stack(pairs))
 
 
 def joined(counts: torch.Tensor, hosts: torch.Tensor) -> Work:

@@ -47,7 +47,7 @@ def balanced(loads: torch.Tensor, ranks: int, redundant: int) -> torch.Tensor:
         raise ConfigError(
             f"{experts} experts and {redundant} redundant ones are not to be divided among "
             f"{ranks} ranks",
-            remedy=f"--redundant a multiple of {ranks}",
+            remedy=f"a multiple of {ranks}, and no more than one copy of an expert a rank",
         )
     plain = contiguous(layers, experts, ranks)
     room = (experts + redundant) // ranks

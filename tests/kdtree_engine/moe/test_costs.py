@@ -10,7 +10,7 @@ from kdtree_engine.moe.costs import GPUS, LINKS, ExpertShape, Gpu, Link, find_gp
 from kdtree_engine.moe.dispatch import Work
 
 SHAPE = ExpertShape(hidden=10, intermediate=2, bytes_per_weight=0.5)
-GPU = Gpu("toy", bandwidth=60, flops=240, link="toy", source="none")
+GPU = Gpu("toy", bandwidth=60, flops=240, memory=1, link="toy", source="none")
 
 
 def test_an_expert_of_kimi_k2_has_44_million_weights() -> None:
