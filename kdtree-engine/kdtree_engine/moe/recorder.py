@@ -33,6 +33,9 @@ from kdtree_engine.moe.routing import Routing, counts_of_choices, routing_of
 
 __all__ = ["read_recorder"]
 
+_MOST = 1 << 24
+"""Counts and experts' numbers are lower: sums of them then fit, and nothing huge is made room for.
+"""
 _DECODE, _TARGET_VERIFY = 2, 5
 """ForwardMode's values for a step of plain decoding and for a verification."""
 
@@ -56,9 +59,8 @@ def read_recorder(path: pathlib.Path, *, top_k: int) -> Routing:
         counts, top_k = _counts(found, top_k)
         return routing_of(counts, top_k=top_k, layers=None, source=path.name)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-        raise ConfigError(
-            f"{path} is no dump of SGLang's recorder: {type(error).__name__}: {error}"
-        ) from error
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigError(f"{path} is no dump of SGLang's recorder: {said:.200}") from error
     except ConfigError as error:
         if error.problem.startswith(path.name):
             raise
@@ -67,12 +69,14 @@ def read_recorder(path: pathlib.Path, *, top_k: int) -> Routing:
 
 def _counts(found: Any, top_k: int) -> tuple[torch.Tensor, int]:
     """Logical experts: integers [steps, layers, experts], and top_k as the file has it."""
+    if not isinstance(found, dict):
+        raise TypeError(f"expected names and values, got {type(found).__name__}")
     if "logical_count" in found:
         counts = _integers(found["logical_count"], 3, "logical_count")
         return counts // _divisor(counts), top_k
     records = found["records"]
     to_logical = _integers(found["last_physical_to_logical_map"], 2, "the map of experts")
-    if not records:
+    if not isinstance(records, list) or not records:
         raise ValueError("no pass was recorded")
     if "topk_ids_of_layer" in records[0]:
         modes = (_DECODE, _TARGET_VERIFY)
@@ -91,8 +95,8 @@ def _counts(found: Any, top_k: int) -> tuple[torch.Tensor, int]:
             f"counts are of {list(physical.shape[1:])} layers and experts, the map of "
             f"{list(to_logical.shape)}"
         )
-    if int(to_logical.min()) < 0:
-        raise ValueError("the map of experts has a negative number")
+    if not 0 <= int(to_logical.min()) <= int(to_logical.max()) < to_logical.shape[1]:
+        raise ValueError("the map of experts leads to an expert that is none")
     logical = torch.zeros(*physical.shape[:2], int(to_logical.max()) + 1, dtype=torch.int64)
     return logical.scatter_add_(2, to_logical.expand(len(physical), -1, -1), physical), top_k
 
@@ -114,6 +118,14 @@ def _of_choices(record: Any, experts: int) -> torch.Tensor:
 
 def _integers(given: Any, dims: int, what: str) -> torch.Tensor:
     """As int64. ValueError for anything else than a tensor of integers with `dims` dimensions."""
-    if not isinstance(given, torch.Tensor) or given.dim() != dims or given.is_floating_point():
+    if (
+        not isinstance(given, torch.Tensor)
+        or given.layout != torch.strided
+        or given.dtype not in (torch.int32, torch.int64)
+        or given.dim() != dims
+        or not given.numel()
+    ):
         raise ValueError(f"{what}: expected integers in {dims} dimensions")
+    if not -_MOST < int(given.min()) <= int(given.max()) < _MOST:
+        raise ValueError(f"{what}: a number is not below {_MOST}")
     return given.to(torch.int64)
