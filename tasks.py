@@ -109,6 +109,26 @@ Exit codes:
 """
 
 
+MOE_EPILOG = """\
+Every time is a prediction: bytes and flops of the experts over the GPU's rates, and an all-reduce
+behind each layer; no MoE layer was timed on any GPU. Lines below the table say where the rates are
+from. A row is of all MoE layers of one step at a batch; reads are experts whose weights a rank
+reads in a layer; idle is the share of ranks without an active expert, waiting the share of all
+ranks' time in experts that goes by until the slowest is done.
+
+\b
+  tp           each expert is sliced over all ranks
+  ep           experts are divided, the first to the first rank
+  eplb         the most loaded experts have copies, which share their tokens
+  eplb-joined  the same copies, but one takes all of an expert's tokens in a step
+
+\b
+Exit codes:
+  0    the figures are printed
+  2    wrong usage, a trace that cannot be read, or one with too few steps for a batch
+"""
+
+
 TUNE_EPILOG = """\b
 Exit codes:
   0    every tile was right, and the table is written
@@ -1296,6 +1316,180 @@ def _print_tree(shown: Any) -> None:
         f"{len(shown.nodes) - 1} nodes behind {' '.join(map(str, shown.prompt))}; accepted: "
         f"{' '.join(map(str, drafted)) or 'none'}; the target's own next token: {bonus}"
     )
+
+
+# ---------------------------------------------------------------------------------------------
+# Experts on ranks.
+
+
+@cli.command("moe", epilog=MOE_EPILOG)
+@click.option(
+    "--trace",
+    type=click.Path(exists=True, dir_okay=False, path_type=pathlib.Path),
+    help="Recorded routing instead: a dump of SGLang's recorder (.pt), or a router trace.",
+)
+@click.option(
+    "--batch",
+    "batches",
+    default="1,4,16,64,256",
+    show_default=True,
+    metavar="B[,B...]",
+    help="Requests a step; of a trace, recorded steps taken together.",
+)
+@click.option(
+    "--nodes",
+    type=click.IntRange(1, 128),
+    default=9,
+    show_default=True,
+    help="Tokens of a request in a step: the draft tree, or 1.",
+)
+@click.option("--gpu", default="rtx-pro-6000", show_default=True, metavar="NAME", help="Its rates.")
+@click.option(
+    "--link", metavar="NAME", help="nvlink or pcie: its all-reduce (default: that of the GPU)."
+)
+@click.option(
+    "--bandwidth", type=_FiniteRange(0, min_open=True), help="TB/s of memory, for the GPU's."
+)
+@click.option("--flops", type=_FiniteRange(0, min_open=True), help="Tflop/s, for the GPU's.")
+@click.option(
+    "--alpha",
+    type=_FiniteRange(0),
+    help="Latency of an all-reduce in microseconds, for the link's.",
+)
+@click.option(
+    "--beta", type=_FiniteRange(0, min_open=True), help="GB/s of its message, for the link's."
+)
+@click.option("--ranks", type=click.IntRange(1, 64), default=8, show_default=True)
+@click.option(
+    "--redundant", type=click.IntRange(0), default=32, show_default=True, help="Copies beyond one."
+)
+@click.option(
+    "--weights",
+    default="int4",
+    show_default=True,
+    metavar="TYPE",
+    help="int4, fp8 or bf16: of the routed experts.",
+)
+@click.option(
+    "--skew",
+    type=_FiniteRange(0, 4),
+    default=0.4,
+    show_default=True,
+    help="Of the drawn router: the i-th expert's popularity is i^-SKEW.",
+)
+@click.option(
+    "--reuse",
+    type=_FiniteRange(0, 1),
+    default=0.35,
+    show_default=True,
+    help="Of the drawn router: how likely an expert is the next token's too.",
+)
+@click.option(
+    "--top-k",
+    type=click.IntRange(1, 64),
+    default=8,
+    show_default=True,
+    help="Experts of a token, for dumps that do not say.",
+)
+@click.option(
+    "--most-tokens",
+    type=click.IntRange(1),
+    help="Leave recorded steps of more tokens out, as prefills are.",
+)
+@click.option(
+    "--samples", type=click.IntRange(1, 256), default=16, show_default=True, help="Of each batch."
+)
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=1, show_default=True)
+@_json_option
+def moe(
+    trace: pathlib.Path | None,
+    batches: str,
+    nodes: int,
+    gpu: str,
+    link: str | None,
+    bandwidth: float | None,
+    flops: float | None,
+    alpha: float | None,
+    beta: float | None,
+    ranks: int,
+    redundant: int,
+    weights: str,
+    skew: float,
+    reuse: float,
+    top_k: int,
+    most_tokens: int | None,
+    samples: int,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Predict what imbalance of experts costs a step, by batch and placement; no GPU needed."""
+    from kdtree_engine.moe.costs import BYTES_PER_WEIGHT, LINKS, ExpertShape, find_gpu
+    from kdtree_engine.moe.synthetic import SyntheticRouter
+    from kdtree_engine.moe.trace import read_routing
+    from phases import moe_imbalance as work
+
+    part = find_gpu(gpu)
+    for kind, name, known in (
+        ("link", link or part.link, LINKS),
+        ("weights", weights, BYTES_PER_WEIGHT),
+    ):
+        if name not in known:
+            raise UnknownName(kind, name, known)
+    wanted = _batches(batches)
+    part = _replaced(part, "the GPU's rates", bandwidth=(bandwidth, 1e12), flops=(flops, 1e12))
+    between = _replaced(
+        LINKS[link or part.link], "all-reduce", latency=(alpha, 1e-6), bandwidth=(beta, 1e9)
+    )
+    if trace is None:
+        # Half of the steps are for the placement, and a batch is drawn from the other half.
+        steps = 2 * max(256, 2 * max(wanted))
+        _note(f"drawing {steps} steps of {nodes} tokens")
+        routing = SyntheticRouter(skew=skew, reuse=reuse).draw(steps, nodes, seed)
+    else:
+        routing = read_routing(trace, top_k=top_k)
+    if most_tokens is not None:
+        routing = routing.at_most(most_tokens)
+    found = work.study(
+        routing,
+        wanted,
+        ranks=ranks,
+        redundant=redundant,
+        shape=ExpertShape(bytes_per_weight=BYTES_PER_WEIGHT[weights]),
+        gpu=part,
+        link=between,
+        samples=samples,
+        seed=seed,
+    )
+    if as_json:
+        _print_json(found.as_json())
+        return
+    _print_table(work.COLUMNS, work.rows(found))
+    for line in ("", *work.findings(found), ""):
+        click.echo(line)
+    click.echo(f"{found.source}; {found.steps} steps, {found.ranks} ranks, {weights} weights")
+    click.echo("every time is a prediction: no MoE layer was timed on any GPU")
+    click.echo(f"rates of {part.name}: {part.source}")
+    click.echo(f"all-reduce over {between.name}: {between.source}")
+
+
+def _batches(text: str) -> list[int]:
+    """`1,16,256` in rising order, each once."""
+    try:
+        found = sorted({int(word) for word in text.split(",")})
+    except ValueError:
+        found = []
+    if not found or not 1 <= found[0] <= found[-1] <= 1024:
+        raise ConfigError(f"--batch {text!r:.60}: expected numbers from 1 to 1024, with commas")
+    return found
+
+
+def _replaced(preset: Any, what: str, **given: tuple[float | None, float]) -> Any:
+    """A preset of `kdtree_engine.moe.costs` with what the caller gave, times a unit."""
+    own = {name: value * unit for name, (value, unit) in given.items() if value is not None}
+    if not own:
+        return preset
+    source = f"{what}: {' and '.join(own)} given on the command line; else {preset.source}"
+    return dataclasses.replace(preset, **own, source=source)
 
 
 # ---------------------------------------------------------------------------------------------

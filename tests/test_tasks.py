@@ -238,6 +238,60 @@ def test_a_draft_tree_can_be_looked_at(kd: Kd, root: pathlib.Path) -> None:
     assert not COLOUR.search(terminal(root, "tree", "show", NO_COLOR="1"))
 
 
+def test_imbalance_of_experts_is_predicted_and_said_to_be_a_prediction(kd: Kd) -> None:
+    arguments = ("moe", "--batch", "2,1", "--nodes", "1", "--samples", "2", "--gpu", "rtx-5090")
+    shown = kd(*arguments, "--alpha", "7")
+    assert shown.returncode == 0, shown.stderr
+    header, *rows = shown.stdout.split("\n\n")[0].splitlines()
+    assert header.startswith("batch  tokens  placement")
+    assert [row.split()[:3] for row in rows[:4]] == [
+        ["1", "1", name] for name in ("tp", "ep", "eplb", "eplb-joined")
+    ]
+    assert len(rows) == 8
+    prediction, rates, link = shown.stdout.splitlines()[-3:]
+    assert prediction == "every time is a prediction: no MoE layer was timed on any GPU"
+    assert rates.startswith("rates of rtx-5090: not measured")
+    assert link.startswith("all-reduce over pcie: all-reduce: latency given on the command line")
+    assert "they are more than the 32 GB of one rtx-5090" in shown.stdout
+    answer = json.loads(kd(*arguments, "--json").stdout)
+    assert answer["measured"] is False
+    assert len(answer["outcomes"]) == 8
+    assert len(answer["outcomes"][0]["by_layer"]) == 60
+
+
+def test_imbalance_of_a_recorded_router_is_read_from_its_file(
+    kd: Kd, tmp_path: pathlib.Path
+) -> None:
+    trace = tmp_path / "router.jsonl"
+    lines = [{"format": "router-trace", "version": 1, "experts": 4, "top_k": 2}]
+    lines += [{"step": step, "layer": 1, "experts": [[0, 1], [0, 1]]} for step in range(4)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = ("--batch", "1", "--ranks", "2", "--redundant", "0", "--json")
+    (_, ep, *_) = json.loads(kd("moe", "--trace", str(trace), *arguments).stdout)["outcomes"]
+    assert (ep["tokens"], ep["busiest"], ep["mean"], ep["idle"]) == (2, 2, 1, 0.5)
+    trace.write_text("no trace")
+    refused = kd("moe", "--trace", str(trace), *arguments)
+    assert refused.returncode == 2
+    assert len(refused.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--batch", "1,x"), "--batch '1,x'"),
+        (("--batch", "0"), "--batch '0'"),
+        (("--gpu", "h20"), "did you mean h200"),
+        (("--link", "pci"), "did you mean pcie"),
+        (("--weights", "int8"), "did you mean int4"),
+    ],
+)
+def test_wrong_arguments_of_moe_are_one_line(kd: Kd, arguments: tuple[str, ...], said: str) -> None:
+    refused = kd("moe", *arguments)
+    assert refused.returncode == 2
+    assert said in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+
+
 def test_ctrl_c_is_exit_130_and_leaves_interrupted_on_record(
     root: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
