@@ -57,7 +57,7 @@ def require_profile(phase: Phase) -> None:
     except ConfigError as error:
         raise ConfigError(
             f"phase {phase.number} ({phase.name}) is not written yet: {error.problem}",
-            remedy="phases 3 to 5 can be served",
+            remedy="phases 3 to 6 and 8 can be served",
         ) from error
 
 

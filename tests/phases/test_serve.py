@@ -47,8 +47,8 @@ def test_a_phase_brings_its_variables() -> None:
 
 
 def test_a_profile_that_the_plugin_would_refuse_is_not_started() -> None:
-    with pytest.raises(ConfigError, match=r"phase 6 .* not written yet: KDTREE_DEFRAG: expected"):
-        serve_line(find_phase(load_phases(), "6"), python="p", extra=("--model-path=m",))
+    with pytest.raises(ConfigError, match=r"phase 7 .* not written yet: KDTREE_DEFRAG: expected"):
+        serve_line(find_phase(load_phases(), "7"), python="p", extra=("--model-path=m",))
 
 
 def test_a_phase_without_a_profile_and_a_server_without_a_model_are_refused() -> None:

@@ -124,10 +124,10 @@ def test_a_caller_that_ran_out_of_time_has_hung_up(
 
     monkeypatch.setattr(FakeService, "answers", answers)
     if left:
-        assert traffic(tmp_path, seconds=0.2).hung_up > 0
+        assert traffic(tmp_path, seconds=1.0).hung_up > 0
     else:
         with pytest.raises(ServiceFailed):
-            traffic(tmp_path, seconds=0.2)
+            traffic(tmp_path, seconds=1.0)
 
 
 def test_a_wrong_token_is_found(tmp_path: pathlib.Path) -> None:

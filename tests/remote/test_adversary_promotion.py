@@ -621,11 +621,11 @@ def test_ctrl_c_while_the_job_is_started_ends_it_there_too(
 def test_a_job_that_ends_before_its_first_step_leaves_no_lock(
     host: StandInHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A promoter that is still being started when it is killed: it has said nothing yet."""
     host.place("a")
-    start = host.releases.start_promoter
 
     def ended(job: str, request: Any) -> None:
-        start(job, request)
+        host.releases.start_job(job, ["sleep", "60"], {})
         host.releases.end_job(job, signal.SIGKILL)
 
     monkeypatch.setattr(host.releases, "start_promoter", ended)
