@@ -85,7 +85,7 @@ class Supervisor(_OfHost):
     def install(self) -> None:
         """Let it know the unit of `supervisord.conf`. A service that runs is left alone."""
         if self._control("pid", check=False) is None:
-            done = _run(
+            done = run(
                 [self._python, "-m", "supervisor.supervisord", "-c", str(self._conf)], _LIMIT_S
             )
             if done.returncode:
@@ -142,7 +142,7 @@ class Supervisor(_OfHost):
 
     def _control(self, *words: str, check: bool = True, limit_s: float = _LIMIT_S) -> str | None:
         """What supervisorctl says; None where no supervisord answers."""
-        done = _run(
+        done = run(
             [self._python, "-m", "supervisor.supervisorctl", "-c", str(self._conf), *words], limit_s
         )
         said = done.stdout.strip()
@@ -194,7 +194,7 @@ class Systemd(_OfHost):
 
     def status(self) -> dict[str, Any]:
         """state, pid and said."""
-        done = _run(
+        done = run(
             ["systemctl", "show", self._unit, "--property=ActiveState,MainPID,Result"], _LIMIT_S
         )
         return systemd_status(done.stdout)
@@ -205,7 +205,7 @@ class Systemd(_OfHost):
         kd's own unit sets none. Nobody but systemd knows what is in a drop-in's EnvironmentFile.
         """
         ask = ("systemctl", "show", self._unit, "--property=Environment,EnvironmentFiles")
-        told = [_run([*ask], _LIMIT_S), _run(["systemctl", "show-environment"], _LIMIT_S)]
+        told = [run([*ask], _LIMIT_S), run(["systemctl", "show-environment"], _LIMIT_S)]
         for done in told:
             if done.returncode:
                 raise agent.Refused(f"systemctl does not say what it gives: {_last(done)}")
@@ -215,7 +215,7 @@ class Systemd(_OfHost):
     def _as_root(self, *words: str, limit_s: float = _LIMIT_S) -> None:
         """As root; sudo never asks."""
         line = [*(() if os.geteuid() == 0 else ("sudo", "-n")), *words]
-        done = _run(line, limit_s)
+        done = run(line, limit_s)
         if done.returncode:
             raise agent.Refused(f"`{' '.join(line)}` failed: {_last(done)}")
 
@@ -313,7 +313,8 @@ def _wait_until_gone(living: Callable[[], list[int]], kill: Callable[[], Any]) -
     )
 
 
-def _run(line: list[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+def run(line: list[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+    """A program of the host, with what it prints; Refused where it does not end in time."""
     try:
         return subprocess.run(
             line,

@@ -190,18 +190,9 @@ def _smi(query: str) -> list[list[str]]:
     program = shutil.which("nvidia-smi")
     if program is None:
         raise agent.Refused("nvidia-smi is not on PATH: nobody can say what GPUs there are")
-    line = [program, "--format=csv,noheader,nounits", f"--query-gpu={query}"]
-    try:
-        done = subprocess.run(
-            line,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_LIMIT_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise agent.Refused(f"nvidia-smi did not answer within {_LIMIT_S:g} s") from None
+    done = managers.run(
+        [program, "--format=csv,noheader,nounits", f"--query-gpu={query}"], _LIMIT_S
+    )
     rows = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines()]
     if done.returncode or any(len(row) != query.count(",") + 1 for row in rows):
         raise agent.Refused(f"nvidia-smi fails: {(done.stderr or done.stdout).strip()[:200]}")
