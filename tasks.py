@@ -140,10 +140,11 @@ Exit codes:
 
 PROFILE_EPILOG = """\
 A step lasts from one forward pass of the target model to the next, with the drafter's work between
-them; prefill is left out. The column us shares each instant of a step out among the kernels that
-run in it, or gives it to idle gaps (the next kernel has been launched) or to host scheduling (it
-has not), so that the column adds up to the step. The column kernel us is the plain sum of their
-durations. Where there are several GPUs the figures are their means.
+them; prefill is left out where SGLang's ranges tell it. The column us shares each instant of a
+step out among the kernels that run in it, or gives it to idle gaps (the next kernel has been
+launched) or to host scheduling (it has not), so that the column adds up to the step. The column
+kernel us is the plain sum of their durations. Where there are several GPUs the figures are their
+means.
 
 \b
 What tells steps apart:
@@ -1347,18 +1348,14 @@ def _print_tree(shown: Any) -> None:
 @click.option(
     "--link", metavar="NAME", help="nvlink or pcie: its all-reduce (default: that of the GPU)."
 )
-@click.option(
-    "--bandwidth", type=_FiniteRange(0, min_open=True), help="TB/s of memory, for the GPU's."
-)
-@click.option("--flops", type=_FiniteRange(0, min_open=True), help="Tflop/s, for the GPU's.")
+@click.option("--bandwidth", type=_FiniteRange(1e-3, 1e6), help="TB/s of memory, for the GPU's.")
+@click.option("--flops", type=_FiniteRange(1e-3, 1e9), help="Tflop/s, for the GPU's.")
 @click.option(
     "--alpha",
-    type=_FiniteRange(0),
+    type=_FiniteRange(0, 1e9),
     help="Latency of an all-reduce in microseconds, for the link's.",
 )
-@click.option(
-    "--beta", type=_FiniteRange(0, min_open=True), help="GB/s of its message, for the link's."
-)
+@click.option("--beta", type=_FiniteRange(1e-3, 1e9), help="GB/s of its message, for the link's.")
 @click.option("--ranks", type=click.IntRange(1, 64), default=8, show_default=True)
 @click.option(
     "--redundant", type=click.IntRange(0), default=32, show_default=True, help="Copies beyond one."

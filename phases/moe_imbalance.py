@@ -160,7 +160,7 @@ def _outcome(
         tokens=float(tokens.double().mean()),
         layers=len(layers),
         layer_us=float(slowest.mean() + gpu.launch) * 1e6,
-        reduce_us=float(link.seconds(tokens, shape.hidden).mean()) * 1e6,
+        reduce_us=float(link.seconds(tokens, shape.hidden).mean()) * 1e6 * (work.ranks > 1),
         busiest=float(reads.amax(2).mean()),
         mean=float(reads.mean()),
         idle=float((work.experts == 0).double().mean()),

@@ -31,6 +31,8 @@ HOST_COLUMNS = ("host, while the GPU waits", "us", "share")
 CHANGE_COLUMNS = ("class", "before us", "after us", "change us", "of the step before")
 
 _LONGEST_NAME = 120
+_LONG = 3.0
+"""How many times as long as the median a step is that holds something else."""
 
 
 def rank_rows(profile: Profile) -> list[tuple[str, ...]]:
@@ -100,6 +102,18 @@ def remarks(profile: Profile, before: Profile | None = None) -> list[str]:
             found.append(
                 f"{', '.join(one.files)}: no decode steps can be told apart; "
                 "the figures are of the whole trace as one step"
+            )
+    for rank in profile.ranks:
+        if rank.longest_us > _LONG * rank.median_us:
+            found.append(
+                f"{rank.rank}: its longest step took {_us(rank.longest_us)} us, the median "
+                f"{_us(rank.median_us)}: a prefill or a wait for requests is in it, and in the "
+                "shares; profile under steady load"
+            )
+        if rank.told_by == "graphs":
+            found.append(
+                f"{rank.rank}: steps are told by replays of the longest graphs alone: graphs of "
+                "several batch sizes, of a drafter or of parts of a pass are taken for steps or not"
             )
     left_out = max(rank.left_out for rank in profile.ranks)
     if left_out:

@@ -79,6 +79,11 @@ def test_a_batch_has_the_same_figures_whatever_else_is_asked_for() -> None:
     assert alone.outcomes == among.outcomes[4:]
 
 
+def test_one_rank_reduces_with_nobody() -> None:
+    assert {one.reduce_us for one in studied(by_hand(), [1], ranks=1).outcomes} == {0}
+    assert min(one.reduce_us for one in studied(by_hand(), [1]).outcomes) > 0
+
+
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"4 experts .* 3 ranks"):
         studied(by_hand(), [1], ranks=3)

@@ -199,13 +199,13 @@ def test_a_slower_bar_is_passed_and_the_others_are_recorded_without_a_threshold(
         peer("faster"),
         peer("wrong", SLOW, factor=1.5),
         peer("absent", load=absent),
-        candidate=delayed(SLOW / 10),
+        candidate=delayed(SLOW / 2),  # a busy machine may put tens of ms in its way, or the others'
         regimes=[CHAINS, *longer, SMALL],
     )
-    assert found["least speed-up over flashinfer-fa2"] > 1  # 10 on a machine that does nothing else
+    assert found["least speed-up over flashinfer-fa2"] > 1
     assert found["regimes that flashinfer-fa2 does"] == 3
     assert found[f"{CHAINS}, over faster, chain"] < 1
-    assert found[f"{SMALL}"] > SLOW / 10 * 1e6
+    assert found[f"{SMALL}"] > SLOW / 2 * 1e6
     assert not any("wrong" in name or "absent" in name for name in found)
     assert not any(name.startswith(f"{SMALL}, over") for name in found)
 

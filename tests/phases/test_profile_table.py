@@ -70,6 +70,26 @@ def test_profiles_of_other_ranks_or_steps_are_remarked(
     assert "differ in their ranks" in profile_table.remarks(one, both)[0]
 
 
+def test_a_pause_in_a_step_is_remarked(tmp_path: pathlib.Path) -> None:
+    """Nobody asked for five seconds: the last decode step lasts until the next pass begins."""
+    trace = Trace()
+    for at in (0.0, 10.0, 20.0, 30.0, 40.0, 5_000_000.0):
+        trace.span("step[DECODE bs=1]", at, at + 5)
+        trace.kernel(GEMM, at + 2, 5, trace.launch(at + 1))
+    path = trace.write(tmp_path / "1764-TP-0.trace.json")
+    (said,) = profile_table.remarks(profile([path]))
+    assert "TP0: its longest step took 4,999,960.0 us, the median 10.0" in said
+    assert said in kd("--trace", path).stderr
+
+
+def test_steps_told_by_graphs_alone_are_remarked(tmp_path: pathlib.Path) -> None:
+    trace = Trace()
+    for at in (0.0, 10.0, 20.0):
+        trace.kernel(GEMM, at + 2, 5, trace.launch(at + 1, graph=True))
+    (said,) = profile_table.remarks(profile([trace.write(tmp_path / "trace.json")]))
+    assert "steps are told by replays of the longest graphs alone" in said
+
+
 def test_a_long_name_keeps_its_ends() -> None:
     ((*_, shown),) = profile_table.kernel_rows([KernelTime("a" * 500 + "z", "unknown", 1, 1)])
     assert len(shown) == 120

@@ -56,9 +56,18 @@ def read_recorder(path: pathlib.Path, *, top_k: int) -> Routing:
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"{path} is no dump of SGLang's recorder: {said:.200}") from error
     try:
-        counts, top_k = _counts(found, top_k)
-        return routing_of(counts, top_k=top_k, layers=None, source=path.name)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        counts, top_k, divisor = _counts(found, top_k)
+        source = path.name if divisor == 1 else f"{path.name}, its counts divided by {divisor}"
+        return routing_of(counts, top_k=top_k, layers=None, source=source)
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        RuntimeError,
+        OverflowError,
+    ) as error:
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConfigError(f"{path} is no dump of SGLang's recorder: {said:.200}") from error
     except ConfigError as error:
@@ -67,13 +76,14 @@ def read_recorder(path: pathlib.Path, *, top_k: int) -> Routing:
         raise ConfigError(f"{path}: {error.problem}", remedy=error.remedy) from error
 
 
-def _counts(found: Any, top_k: int) -> tuple[torch.Tensor, int]:
-    """Logical experts: integers [steps, layers, experts], and top_k as the file has it."""
+def _counts(found: Any, top_k: int) -> tuple[torch.Tensor, int, int]:
+    """Logical experts: integers [steps, layers, experts], top_k as the file has it, the divisor."""
     if not isinstance(found, dict):
         raise TypeError(f"expected names and values, got {type(found).__name__}")
     if "logical_count" in found:
         counts = _integers(found["logical_count"], 3, "logical_count")
-        return counts // _divisor(counts), top_k
+        divisor = _divisor(counts)
+        return counts // divisor, top_k, divisor
     records = found["records"]
     to_logical = _integers(found["last_physical_to_logical_map"], 2, "the map of experts")
     if not isinstance(records, list) or not records:
@@ -98,7 +108,8 @@ def _counts(found: Any, top_k: int) -> tuple[torch.Tensor, int]:
     if not 0 <= int(to_logical.min()) <= int(to_logical.max()) < to_logical.shape[1]:
         raise ValueError("the map of experts leads to an expert that is none")
     logical = torch.zeros(*physical.shape[:2], int(to_logical.max()) + 1, dtype=torch.int64)
-    return logical.scatter_add_(2, to_logical.expand(len(physical), -1, -1), physical), top_k
+    logical.scatter_add_(2, to_logical.expand(len(physical), -1, -1), physical)
+    return logical, top_k, 1
 
 
 def _divisor(counts: torch.Tensor) -> int:

@@ -78,7 +78,7 @@ class Routing:
             torch.randperm(self.steps, generator=generator)[:batch].sort().values
             for _ in range(samples)
         ]
-        counts = torch.stack([self.counts[one].sum(0, dtype=torch.int32) for one in drawn])
+        counts = torch.stack([self.counts[one].sum(0, dtype=torch.int64) for one in drawn])
         return counts, torch.stack([self.tokens[one].sum() for one in drawn])
 
 

@@ -22,8 +22,10 @@ from kdtree_engine.moe.routing import Routing, counts_of_choices, routing_of
 
 __all__ = ["read_routing", "read_trace"]
 
-_MOST = 1 << 16
+_MOST = 1 << 12
 """Experts, layers and top_k are fewer in any model."""
+_LONGEST_LINE = 1 << 24
+"""Characters of one step in one layer: a million choices."""
 
 
 def read_routing(path: pathlib.Path, *, top_k: int) -> Routing:
@@ -39,14 +41,16 @@ def read_trace(path: pathlib.Path) -> Routing:
     number, counts = 0, dict[int, dict[int, torch.Tensor]]()
     try:
         with path.open(encoding="utf-8") as lines:
-            header = json.loads(next(lines, ""))
+            header = json.loads(lines.readline(_LONGEST_LINE))
             if header["format"] != "router-trace" or header["version"] != 1:
                 raise ValueError("expected format router-trace, version 1")
             experts, top_k = (_whole(header[name], name) for name in ("experts", "top_k"))
             if not 1 <= top_k <= experts:
                 raise ValueError(f"top_k is {top_k} of {experts} experts")
-            for line in lines:
+            while line := lines.readline(_LONGEST_LINE):
                 number += 1
+                if len(line) == _LONGEST_LINE:
+                    raise ValueError(f"a line of {_LONGEST_LINE} characters or more")
                 if not line.strip():
                     continue
                 one = json.loads(line)

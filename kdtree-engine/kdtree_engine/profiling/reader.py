@@ -169,6 +169,8 @@ class _Window:
                     raise self._ending(error) from None
             except RecursionError:
                 raise self.fault("nests its JSON too deep") from None
+            except ValueError as error:  # an integer of thousands of digits
+                raise self.fault(f"is damaged: {error}") from None
             else:
                 # A number may go on behind the window's end, as 1.5 does in 1.5e+3.
                 if end + len("e+") >= len(self._text) and self._more():

@@ -7,7 +7,7 @@ nanosecond where the trace has `baseTimeNanoseconds`; older ones, counted from 1
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 import pathlib
 import re
 from array import array
@@ -26,7 +26,9 @@ _TAKEN = {*_GPU, *_HOST, "user_annotation"}
 _LAUNCHES = re.compile(r"launch|memcpy|memset", re.IGNORECASE)
 _PROFILER_STEP = re.compile(r"^ProfilerStep#\d+$")
 _MERGED = re.compile(r"^\[([^\]]+)\]\s*(.*)$")
-_RANKS = re.compile(r"\b(?:TP|DP|PP|EP)-\d+")
+_RANKS = re.compile(r"(?<![A-Za-z])(?:TP|DP|PP|EP)-\d+")
+_MOST_US = 1e18
+"""Of a time: 30,000 years. Sums of such times are finite."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -198,12 +200,12 @@ class _Process:
 
         pid: of a GPU's event the device, unless its arguments name another.
         """
-        name = str(event.get("name", ""))
+        name = _printable(str(event.get("name", "")))
         args = event.get("args")
         args = args if isinstance(args, dict) else {}
         begin = float(event["ts"])
         end = begin if category in _HOST else begin + float(event["dur"])
-        if not (math.isfinite(begin) and begin <= end < math.inf):
+        if not (-_MOST_US < begin <= end < _MOST_US):
             raise ValueError(f"it lasts from {begin} to {end}")
         if category in _GPU:
             device = str(args.get("device", pid))
@@ -273,9 +275,9 @@ def read_timelines(
             process = processes[label] = _Process(rules)
         try:
             process.take(category, event, pid)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             told = f"no {error}" if isinstance(error, KeyError) else str(error)
-            name = str(event.get("name"))[:60]
+            name = _printable(str(event.get("name")))[:60]
             raise trace.fault(f"has a bad event '{name}' ({told})") from None
     found: list[Timeline] = []
     for label, process in sorted(processes.items()):
@@ -291,6 +293,12 @@ def read_timelines(
             remedy="profile with the activity GPU (SGLang's default) on a host that has one",
         )
     return found
+
+
+@functools.cache
+def _printable(name: str) -> str:
+    """A name as a terminal may be given it: what moves a cursor, or is no character, is a `?`."""
+    return "".join(char if char.isprintable() else "?" for char in name)
 
 
 def _meaning(name: str, rules: Rules) -> tuple[str | None, str | None, str | None] | None:
@@ -310,5 +318,5 @@ def _rank(path: pathlib.Path, header: Mapping[str, Any]) -> str:
         return "-".join(rank.replace("-", "") for rank in ranks)
     told = header.get("distributedInfo")
     if isinstance(told, dict) and "rank" in told:
-        return f"rank {told['rank']}"
+        return _printable(f"rank {told['rank']}")
     return path.name.partition(".")[0]

@@ -58,6 +58,14 @@ def test_a_batch_is_different_steps_taken_together() -> None:
         found.batches(4, 1, torch.Generator())
 
 
+def test_the_counts_of_many_large_steps_fit() -> None:
+    most = (1 << 24) - 1
+    found = routing(*[[[most, 0]]] * 300)
+    counts, tokens = found.batches(300, 1, torch.Generator().manual_seed(1))
+    assert counts.tolist() == [[[300 * most, 0]]]
+    assert tokens.tolist() == [300 * most]
+
+
 def test_large_steps_can_be_left_out_and_the_rest_is_halved_in_order() -> None:
     found = routing([[1, 0]], [[0, 99]], [[4, 0]], [[2, 0]]).at_most(10)
     before, after = found.split()

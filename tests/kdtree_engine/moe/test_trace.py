@@ -48,6 +48,7 @@ def test_lines_in_any_order_are_counts_by_step_and_layer(tmp_path: pathlib.Path)
         (({**HEADER, "version": 2},), "line 1: .*version 1"),
         (({**HEADER, "top_k": 5},), "line 1: .*top_k is 5 of 4"),
         ((HEADER,), "no step"),
+        (({**HEADER, "experts": 65535},), "experts: expected a whole number below 4096"),
         ((HEADER, '{"step": 0, "lay'), "line 2"),
         ((HEADER, line(0, 1, [0, 1]), line(0, 1, [0, 1])), "line 3: .*stands there twice"),
         ((HEADER, line(0, 1, [0, 4])), "line 2: .*not among 4 experts"),

@@ -79,6 +79,11 @@ def test_several_gpus_of_one_process_are_several_timelines(tmp_path: pathlib.Pat
         ("ts", float("nan"), "it lasts from nan to nan"),
         ("ts", "soon", "could not convert string to float"),
         ("args", {"correlation": "x"}, "invalid literal for int"),
+        ("args", {"correlation": float("inf")}, "cannot convert float infinity"),
+        ("args", {"bytes": 2**70}, "too big"),
+        ("ts", 10**400, "too large"),
+        ("ts", 1.7e308, "it lasts from 1.7e+308"),
+        ("dur", 1e300, "it lasts from 0.0 to 1e+300"),
     ],
 )
 def test_an_event_without_its_time_is_one_line_with_its_place(
@@ -96,3 +101,10 @@ def test_an_event_without_its_time_is_one_line_with_its_place(
     assert str(path) in str(caught.value)
     assert complaint in str(caught.value)
     assert ", line " in str(caught.value)
+
+
+def test_a_name_cannot_reach_the_terminal_or_break_a_row(tmp_path: pathlib.Path) -> None:
+    trace = Trace()
+    trace.kernel("a\x1b]0;owned\x07\nfake row\ud800", 0, 5)
+    (found,) = timelines(trace, tmp_path / "trace.json")
+    assert [one.name for one in found] == ["a?]0;owned??fake row?"]
