@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -1179,10 +1179,57 @@ def _say_timed(done: int, total: int, what: str) -> None:
     "--trace",
     "traces",
     multiple=True,
-    required=True,
     type=click.Path(exists=True, dir_okay=False, path_type=pathlib.Path),
     metavar="FILE",
-    help="A torch-profiler trace, .json or .json.gz; once for each rank. Repeatable.",
+    help="A saved torch-profiler trace, .json or .json.gz; once for each rank. Repeatable.",
+)
+@click.option("--host", "host_name", metavar="NAME", help="Profile the live service of a host.")
+@click.option(
+    "--port", type=click.IntRange(1, 65_535), help="Profile the SGLang at a port of this machine."
+)
+@click.option(
+    "--serve",
+    "fresh",
+    type=click.Choice(["kernel", "triton", "plain"]),
+    help="Serve a small model here, with trees on the kernel or on Triton or without, and profile.",
+)
+@click.option(
+    "--context",
+    "contexts",
+    default="4k,16k,65k",
+    show_default=True,
+    metavar="TOKENS,...",
+    help="Tokens of a prompt; 4k is 4,096.",
+)
+@click.option(
+    "--batch",
+    "batches",
+    default="1",
+    show_default=True,
+    metavar="REQUESTS,...",
+    help="Requests that decode at the same time.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(2, 1000),
+    default=20,
+    show_default=True,
+    help="Passes to record, a drafter's among them.",
+)
+@click.option(
+    "--nodes",
+    type=click.IntRange(2, 128),
+    default=9,
+    show_default=True,
+    help="Nodes of a tree, with --serve.",
+)
+@click.option("--eager", is_flag=True, help="Without CUDA graphs, with --serve.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**31 - 1),
+    default=1,
+    show_default=True,
+    help="Of the prompts.",
 )
 @click.option(
     "--before",
@@ -1190,7 +1237,7 @@ def _say_timed(done: int, total: int, what: str) -> None:
     multiple=True,
     type=click.Path(exists=True, dir_okay=False, path_type=pathlib.Path),
     metavar="FILE",
-    help="One to compare it with. Repeatable.",
+    help="A saved trace to compare with. Repeatable.",
 )
 @click.option(
     "--top",
@@ -1204,40 +1251,144 @@ def _say_timed(done: int, total: int, what: str) -> None:
 def profile_command(
     ctx: click.Context,
     traces: tuple[pathlib.Path, ...],
+    host_name: str | None,
+    port: int | None,
+    fresh: str | None,
+    contexts: str,
+    batches: str,
+    steps: int,
+    nodes: int,
+    eager: bool,
+    seed: int,
     earlier: tuple[pathlib.Path, ...],
     top: int,
     as_json: bool,
 ) -> None:
-    """Where the time of a decode step goes on the GPU, by class of work, from saved traces."""
-    from kdtree_engine.profiling.host import ELSEWHERE
+    """Where the time of a decode step goes on the GPU, by class of work.
+
+    Of saved traces, of a host's live service, of a server on this machine, or of one that is
+    started for it. A service's traces are kept, so that they can be looked at again.
+    """
     from kdtree_engine.profiling.summary import profile
     from phases import profile_table as work
 
+    sources = [traces or None, host_name, port, fresh]
+    if sum(source is not None for source in sources) != 1:
+        raise click.UsageError("name one of --trace, --host, --port and --serve")
     before = profile(earlier, progress=_Reading()) if earlier else None
-    found = profile(traces, progress=_Reading())
-    if as_json:
-        _print_json(work.as_json(found, before))
+    found: list[tuple[str, Any]] = []
+    remarks: list[str] = []
+    if traces:
+        found.append(("", profile(traces, progress=_Reading())))
     else:
-        _print_table(work.RANK_COLUMNS, work.rank_rows(found))
-        click.echo()
-        _print_table(work.CLASS_COLUMNS, work.class_rows(found))
-        if any(one.name != ELSEWHERE for one in found.host):
-            click.echo()
-            _print_table(work.HOST_COLUMNS, work.host_rows(found))
-        if top:
-            click.echo()
-            _print_table(work.KERNEL_COLUMNS, work.kernel_rows(found.kernels[:top]))
-        if found.unknown:
-            click.echo("\nkernels that no rule knows:")
-            _print_table(work.KERNEL_COLUMNS, work.kernel_rows(found.unknown))
-        if before is not None:
-            click.echo()
-            _print_table(work.CHANGE_COLUMNS, work.change_rows(before, found))
-    for line in work.remarks(found, before):
+        asked = _profile_points(contexts, batches)
+        for one in _profiled(asked, host_name, port, fresh, steps, nodes, not eager, seed):
+            found.append((str(one.point), profile(one.traces, progress=_Reading())))
+            remarks += [*one.remarks, f"{one.point}: its traces lie beside {one.note}"]
+            if not as_json:
+                click.echo(f"{one.point}\n")
+                _print_profile(found[-1][1], before, top)
+                click.echo()
+    if as_json and traces:
+        _print_json(work.as_json(found[0][1], before))
+    elif as_json:
+        _print_json([{"point": name, **work.as_json(one, before)} for name, one in found])
+    elif traces:
+        _print_profile(found[0][1], before, top)
+    remarks += [line for _, one in found for line in work.remarks(one, before)]
+    for line in dict.fromkeys(remarks):
         click.echo(f"kd: {line}", err=True)
-    profiles = (found, before) if before is not None else (found,)
+    profiles = [one for _, one in found] + ([before] if before is not None else [])
     told = all(rank.told_by != "whole" for one in profiles for rank in one.ranks)
     ctx.exit(ExitCode.PASSED if told else ExitCode.BLOCKED)
+
+
+def _profile_points(contexts: str, batches: str) -> list[Any]:
+    from phases.profile_run import Point, parse_counts
+
+    return [
+        Point(context, batch)
+        for context in parse_counts(contexts, "--context", 1 << 20)
+        for batch in parse_counts(batches, "--batch", 1024)
+    ]
+
+
+def _profiled(
+    points: Sequence[Any],
+    host_name: str | None,
+    port: int | None,
+    fresh: str | None,
+    steps: int,
+    nodes: int,
+    graphs: bool,
+    seed: int,
+) -> Iterator[Any]:
+    """What is recorded at each point, of the service that was named; one after the other."""
+    from phases import profile_run as work
+    from phases.runner import signals_interrupt
+    from phases.service_scale import CPU, GPU
+    from remote.profiler import asked_here
+
+    folder, machine = _checkout().state / "profile", _this_machine()
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        here: Machine | None = machine
+        if host_name is not None:
+            live = stack.enter_context(_live_service(_host(host_name)))
+            here = machine if host_name == "local" else None
+
+            def drive(request: Mapping[str, Any]) -> Mapping[str, Any]:
+                found: Mapping[str, Any] = live.profile(request, folder)
+                return found
+
+        else:
+            stack.enter_context(signals_interrupt())
+            if fresh is not None:
+                scale = GPU if machine.gpus else CPU
+                variant = work.VARIANTS[fresh](nodes)
+                most = max(point.batch for point in points)
+                click.echo(f"{variant.name}: starts; its log is in {folder}", err=True)
+                port = stack.enter_context(
+                    work.served(
+                        variant, scale=scale, logs=folder, batch=most, seed=seed, graphs=graphs
+                    )
+                )
+
+            def drive(request: Mapping[str, Any]) -> Mapping[str, Any]:
+                return asked_here({**request, "port": port, "folder": str(folder)})
+
+        yield from work.profile_points(
+            drive,
+            points,
+            folder=folder,
+            steps=steps,
+            seed=seed,
+            machine=here,
+            command=["kd", *sys.argv[1:]],
+            what=fresh or host_name or f"port-{port}",
+            note=_say_timed,
+        )
+
+
+def _print_profile(found: Any, before: Any, top: int) -> None:
+    from kdtree_engine.profiling.host import ELSEWHERE
+    from phases import profile_table as work
+
+    _print_table(work.RANK_COLUMNS, work.rank_rows(found))
+    click.echo()
+    _print_table(work.CLASS_COLUMNS, work.class_rows(found))
+    if any(one.name != ELSEWHERE for one in found.host):
+        click.echo()
+        _print_table(work.HOST_COLUMNS, work.host_rows(found))
+    if top:
+        click.echo()
+        _print_table(work.KERNEL_COLUMNS, work.kernel_rows(found.kernels[:top]))
+    if found.unknown:
+        click.echo("\nkernels that no rule knows:")
+        _print_table(work.KERNEL_COLUMNS, work.kernel_rows(found.unknown))
+    if before is not None:
+        click.echo()
+        _print_table(work.CHANGE_COLUMNS, work.change_rows(before, found))
 
 
 class _Reading:

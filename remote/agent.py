@@ -662,6 +662,15 @@ def metrics(root: str, leader: int, port: int, prefix: str) -> dict[str, str]:
     return {"text": "".join(kept)}
 
 
+def remove_profile(root: str, name: str) -> dict[str, int]:
+    """Remove the traces of that name; how many there were."""
+    folder = _root(root) / "profiles"
+    found = [path for path in folder.glob("*.trace.json.gz") if path.name.startswith(f"{name}-TP-")]
+    for path in found:
+        path.unlink(missing_ok=True)
+    return {"removed": len(found)}
+
+
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
     """A limit of the whole of what is done inside the `with` block: TimeoutError after it.
@@ -1350,6 +1359,7 @@ _DOES = {
         model_of,
         group_of,
         metrics,
+        remove_profile,
         kill_group,
         service_left,
         end_service_left,

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import getpass
 import json
+import pathlib
 import secrets
 import signal
 import socket
@@ -174,6 +175,16 @@ class LiveService:
                 "cuda_arch": self._host.cuda_arch,
             }
         )
+
+    def profile(self, request: Mapping[str, Any], folder: pathlib.Path) -> dict[str, Any]:
+        """Have the service profile itself: see `remote.profiler`; its traces come into `folder`."""
+        pid = self.manager.status().pid
+        if pid is None:
+            raise ConfigError(
+                f"host {self._host.name}: no service runs there", remedy="kd restart, or kd promote"
+            )
+        asked = {**request, "leader": pid, "port": self._service.port}
+        return self.releases.profile(asked, folder)
 
     def record(
         self,

@@ -17,6 +17,7 @@ from remote.transport import Transport
 __all__ = ["ReleaseRefused", "Releases"]
 
 _LIMIT_S = 120.0
+_PROFILE_S = 7200.0  # long prompts are prefilled before it
 _SLOW_S = 900.0  # where many files are read or brought to disk
 _HERE = pathlib.Path(__file__).parent
 # The programs come by stdin, before the request: nothing is installed on the host for them.
@@ -249,6 +250,23 @@ class Releases:
     def _ask(self, do: str, limit_s: float = _LIMIT_S, /, **request: Any) -> dict[str, Any]:
         asked = program_text("agent", _PROGRAMS, {"do": do, "root": self._root, **request})
         return self._answer(do, asked, limit_s)
+
+    def profile(self, request: Mapping[str, Any], folder: pathlib.Path) -> dict[str, Any]:
+        """Profile the service: see `remote.profiler`. The traces are brought into `folder` here."""
+        root = str(self._ask("prepare")["root"])
+        asked = {**request, "root": root, "folder": f"{root}/profiles"}
+        text = program_text("profiler", (*_PROGRAMS, "profiler"), asked)
+        try:
+            found = self._answer("profile", text, _PROFILE_S)
+            traces = []
+            for there in found["traces"]:
+                here = folder / pathlib.PurePosixPath(there).name
+                self._transport.get(there, here)
+                traces.append(str(here))
+        finally:
+            with contextlib.suppress(TransportError):
+                self._ask("remove_profile", name=request["name"])
+        return {**found, "traces": traces}
 
     def _answer(self, do: str, asked: str, limit_s: float) -> dict[str, Any]:
         done = self._transport.run(

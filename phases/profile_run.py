@@ -1,0 +1,150 @@
+"""`kd profile` of a running service: at which loads, what is kept of each, and what was profiled.
+
+Who drives the server is handed in, as it runs on the server's machine. A point's traces and a note
+of what was asked lie side by side: NAME-TP-0.trace.json.gz and so on, and NAME.json.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from kdtree_engine.atomic import write_atomically
+from kdtree_engine.errors import ConfigError
+from kdtree_engine.machine import Machine
+from phases.evidence import new_run_id, now
+from phases.service import serving
+from phases.service_scale import Scale, Start, Variant, kernel, launched, plain, triton
+from phases.service_speed import LAYERS
+
+__all__ = ["VARIANTS", "Drive", "Point", "Profiled", "parse_counts", "profile_points", "served"]
+
+Drive = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""Takes name, context, batch, steps, vocabulary, seed and new_tokens, as `remote.profiler` has
+them, and returns what that returns, with the traces where this machine can read them."""
+
+VARIANTS: Mapping[str, Callable[[int], Variant]] = {
+    "kernel": kernel,
+    "triton": triton,
+    "plain": lambda nodes: plain(),
+}
+_VOCABULARY = 480
+"""Distinct tokens of the prompts."""
+_NEW_TOKENS = 8192
+_UNITS = {"": 1, "k": 1024, "m": 1024 * 1024}
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A load. context: tokens of each prompt. batch: requests that decode at the same time."""
+
+    context: int
+    batch: int
+
+    def __str__(self) -> str:
+        return f"context {self.context}, batch {self.batch}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Profiled:
+    """What was recorded at a point. remarks: what else the figures have in them."""
+
+    point: Point
+    traces: tuple[pathlib.Path, ...]
+    note: pathlib.Path
+    remarks: tuple[str, ...]
+
+
+def parse_counts(text: str, what: str, most: int) -> tuple[int, ...]:
+    """`4k,16k,65536` as numbers, each once, in the order given. k is 1,024.
+
+    Raises ConfigError for anything else, and beyond 1..most.
+    """
+    found = []
+    for word in text.split(","):
+        number, unit = word.strip().lower(), ""
+        if number[-1:] in ("k", "m"):
+            number, unit = number[:-1], number[-1]
+        if not (number.isascii() and number.isdigit() and len(number) < 10):
+            raise ConfigError(f"{what}: {word!r} is no number, expected such as 4k,16k,65536")
+        value = int(number) * _UNITS[unit]
+        if not 1 <= value <= most:
+            raise ConfigError(f"{what}: {word.strip()} is not within 1 and {most}")
+        found.append(value)
+    return tuple(dict.fromkeys(found))
+
+
+def profile_points(
+    drive: Drive,
+    points: Sequence[Point],
+    *,
+    folder: pathlib.Path,
+    steps: int,
+    seed: int,
+    machine: Machine | None,
+    command: Sequence[str],
+    what: str,
+    note: Callable[[int, int, str], None] = lambda done, total, text: None,
+) -> Iterator[Profiled]:
+    """Profile each point in turn; a point's note is written once its traces are there.
+
+    machine: the server's, where it is this one. what: is served, in a word; names begin with it.
+    """
+    for number, point in enumerate(points):
+        note(number, len(points), f"{what}: {point}")
+        name = f"{what}-{point.context}-{point.batch}-{new_run_id()}"
+        request = {
+            "name": name,
+            "context": point.context,
+            "batch": point.batch,
+            "steps": steps,
+            "vocabulary": _VOCABULARY,
+            "seed": seed,
+            "new_tokens": _NEW_TOKENS,
+        }
+        found = drive(request)
+        traces = tuple(map(pathlib.Path, found["traces"]))
+        about = {
+            "version": 1,
+            "at": now().isoformat(),
+            "command": list(command),
+            "machine": None if machine is None else machine.as_json(),
+            "asked": request,
+            **{key: found.get(key) for key in ("server", "model", "beside", "ended")},
+            "traces": [path.name for path in traces],
+        }
+        file = folder / f"{name}.json"
+        write_atomically(file, json.dumps(about, indent=1, ensure_ascii=False) + "\n")
+        yield Profiled(point, traces, file, tuple(_remarks(point, found)))
+
+
+def _remarks(point: Point, found: Mapping[str, Any]) -> Iterator[str]:
+    if found.get("beside"):
+        yield f"{point}: {found['beside']} requests of others ran when this began, and count too"
+    if found.get("ended"):
+        yield f"{point}: a request ended before all steps were recorded; the rest has fewer"
+
+
+@contextlib.contextmanager
+def served(
+    variant: Variant, *, scale: Scale, logs: pathlib.Path, batch: int, seed: int, graphs: bool
+) -> Iterator[int]:
+    """The port of a fresh server of a variant, with the model that `kd bench serve` times.
+
+    batch: the most requests at once. logs: folder for the server's log.
+    """
+    start: Start = serving
+    logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="kd-profile-") as scratch:
+        model = pathlib.Path(scratch) / f"model-{LAYERS}"
+        scale.write_model(model, seed, scale.vocabulary, LAYERS)
+        log = logs / f"{variant.name}.log"
+        with launched(
+            scale, variant, model=model, log=log, start=start, graphs=graphs, at_once=batch
+        ) as service:
+            yield service.port

@@ -1,0 +1,368 @@
+"""Has a running SGLang server profile decode steps of its own: asked on the server's own machine.
+
+It is sent there like `remote.agent`, and needs Python 3.9 and its standard library alone. It keeps
+as many requests decoding as are asked for, has SGLang's own profiler record a number of passes, and
+says which files that wrote, one for each rank. Nothing of the server is changed, and the requests
+are aborted once the files are whole.
+
+SGLang's names (0.5.17 and 0.5.23): `/start_profile`, `/stop_profile`, `/v1/loads`, `/server_info`,
+and files called ID-TP-RANK[-...].trace.json.gz.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import http.client
+import json
+import os
+import pathlib
+import random
+import signal
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from remote import agent
+
+_SHORT_S = 60.0
+_PREFILL_S = 1800.0  # of one request's prompt; a long one on a small machine
+_WRITTEN_S = 600.0  # after the passes; a trace of many ranks is written rank by rank
+_POLL_S = 0.02
+_LOOK_S = 0.5
+_FIRST_TOKEN = 16  # what lies below are often special tokens
+_FEW_TOKENS = 100
+_WARM = 16  # tokens of the untimed answer: it compiles, and fills the cache with the prompts
+_TOLD = (
+    *("version", "model_path", "dtype", "kv_cache_dtype", "tp_size", "dp_size", "pp_size"),
+    *("ep_size", "attention_backend", "speculative_algorithm", "speculative_num_draft_tokens"),
+    *("speculative_num_steps", "speculative_eagle_topk", "disable_cuda_graph"),
+    *("disable_overlap_schedule", "page_size", "context_length", "max_req_input_len"),
+)
+"""What is passed on of what a server says of itself: no name here can hold a secret."""
+
+_SHAPES = (
+    *("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"),
+    *("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "q_lora_rank"),
+    *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "intermediate_size"),
+    *("first_k_dense_replace", "n_shared_experts"),
+)
+"""What is passed on of a model's config.json."""
+
+# Whatever the environment says of proxies: nothing but this machine can reach 127.0.0.1.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class Server:
+    """SGLang's HTTP at one port of this machine. Refused is raised wherever it does not answer."""
+
+    def __init__(self, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}"
+
+    def json(self, path: str, body: Any = None, limit_s: float = _SHORT_S) -> Any:
+        """GET without a body, POST with one; the JSON that it answers."""
+        text = self.text(path, body, limit_s)
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            raise agent.Refused(f"{self._url}{path}: expected JSON, got {text[:200]!r}") from None
+
+    def text(self, path: str, body: Any = None, limit_s: float = _SHORT_S) -> str:
+        request = urllib.request.Request(
+            f"{self._url}{path}",
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        try:
+            with _DIRECT.open(request, timeout=limit_s) as answer:
+                said: bytes = answer.read()
+                return said.decode("utf-8", "replace")
+        except urllib.error.HTTPError as error:
+            text = ""
+            with contextlib.suppress(OSError, http.client.HTTPException), error:
+                text = " ".join(error.read(2000).decode("utf-8", "replace").split())
+            raise agent.Refused(f"{self._url}{path}: HTTP {error.code} {text[-300:]}") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise agent.Refused(f"{self._url}{path}: no answer: {error or error!r}") from None
+
+    def about(self) -> dict[str, Any]:
+        """What it says of itself, of `_TOLD`."""
+        said = self.json("/server_info")
+        if not isinstance(said, dict):
+            raise agent.Refused(f"{self._url}/server_info: expected an object, got {said!r:.200}")
+        return {name: said[name] for name in _TOLD if name in said}
+
+    def load(self) -> tuple[int, int, int]:
+        """Requests that run, that wait, and KV slots in all: of all ranks with requests."""
+        said = self.json("/v1/loads")
+        try:
+            loads = said["loads"]
+            return (
+                sum(int(one["num_running_reqs"]) for one in loads),
+                sum(int(one["num_waiting_reqs"]) for one in loads),
+                sum(int(one["max_total_num_tokens"]) for one in loads),
+            )
+        except (LookupError, TypeError, ValueError):
+            raise agent.Refused(
+                f"{self._url}/v1/loads: not what SGLang says: {said!r:.200}"
+            ) from None
+
+    def abort(self, name: str) -> None:
+        """End a request; one that has ended already is no error."""
+        with contextlib.suppress(agent.Refused):
+            self.text("/abort_request", {"rid": name})
+
+
+class _Requests:
+    """Prompts that decode until they are aborted, each a request of its own."""
+
+    def __init__(self, server: Server, prompts: list[list[int]], count: int, tag: str) -> None:
+        self._server = server
+        self._names = [f"kd-profile-{tag}-{number}" for number in range(len(prompts))]
+        self._failed: list[str] = []
+        self._threads = [
+            threading.Thread(target=self._ask, args=(name, prompt, count), daemon=True)
+            for name, prompt in zip(self._names, prompts)  # noqa: B905 (Python 3.9 has no strict)
+        ]
+
+    def __enter__(self) -> _Requests:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *why: object) -> None:
+        for name in self._names:
+            self._server.abort(name)
+        for thread in self._threads:
+            thread.join(_SHORT_S)
+
+    def running(self) -> bool:
+        """Whether none of them has ended. Raises Refused where one failed."""
+        if self._failed:
+            raise agent.Refused(f"the server does not decode: {self._failed[0]}")
+        return all(thread.is_alive() for thread in self._threads)
+
+    def _ask(self, name: str, prompt: list[int], count: int) -> None:
+        try:
+            self._server.json("/generate", _body([prompt], count, [name]), _PREFILL_S)
+        except agent.Refused as error:
+            self._failed.append(str(error))
+
+
+def profile(request: dict[str, Any]) -> dict[str, Any]:
+    """Profile `steps` passes while `batch` requests of `context` tokens decode.
+
+    request: port; folder, where the files go, as an absolute path of the server's machine; name,
+    which each file's name begins with; context, batch, steps; vocabulary, of the drawn prompts'
+    tokens; seed; new_tokens, of each request at most; root and leader, where the port must be
+    answered by that process or what it has started.
+
+    Returns traces (paths), server (`Server.about`), model (its shapes), beside (requests of others
+    that ran when this began) and ended (whether a request ended before all passes were recorded).
+
+    Raises Refused where the server does not do it. Nothing keeps on running or recording then.
+    """
+    port, leader = int(request["port"]), request.get("leader")
+    server = Server(port)
+    if leader is not None and agent.listens(request["root"], leader, port) is False:
+        raise agent.Refused(f"port {port} is answered by another process than the service's")
+    folder, name = pathlib.Path(request["folder"]), str(request["name"])
+    about = server.about()
+    running, waiting, slots = server.load()
+    model = model_of(about)
+    tokens = _tokens(int(request["vocabulary"]), model.get("vocab_size"))
+    prompts = draw_prompts(int(request["context"]), int(request["batch"]), tokens, request["seed"])
+    count = _new_tokens(request, about, slots)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # By itself, so that the others find it in the cache; then all, in which kernels are compiled.
+    server.json("/generate", _body(prompts[:1], 1), _PREFILL_S)
+    server.json("/generate", _body(prompts, _WARM), _PREFILL_S)
+    ranks = _ranks(about)
+    files = _Files(folder, name, ranks)
+    with _Requests(server, prompts, count, name) as requests:
+        _await(lambda: _decoding(server, requests, running + len(prompts)), _PREFILL_S)
+        with _recording(server, files, name, int(request["steps"])):
+            deadline = time.monotonic() + _WRITTEN_S
+            while requests.running() and not files.whole():
+                if time.monotonic() > deadline:
+                    raise agent.Refused(
+                        f"{folder}: SGLang's profiler wrote no whole files of {ranks} ranks "
+                        f"within {_WRITTEN_S:g} s; its log may say why"
+                    )
+                time.sleep(_LOOK_S)
+        ended = not requests.running()
+    return {
+        "traces": [str(path) for path in _await(files.whole, _WRITTEN_S, _LOOK_S)],
+        "server": about,
+        "model": model,
+        "beside": running + waiting,
+        "ended": ended,
+    }
+
+
+def asked_here(request: dict[str, Any]) -> dict[str, Any]:
+    """`profile`, of a server of this machine. Raises MissingError where it does not do it."""
+    from kdtree_engine.errors import MissingError  # not there where this is sent to
+
+    try:
+        return profile(request)
+    except agent.Refused as error:
+        raise MissingError(str(error)) from None
+
+
+def _tokens(wanted: int, vocabulary: int | None) -> range:
+    """Which tokens prompts are drawn from. A server ends over one that its model does not have.
+
+    vocabulary: of the model; None where nobody can say: then few are taken, as no model has fewer.
+    """
+    if vocabulary is None:
+        return range(_FIRST_TOKEN, _FIRST_TOKEN + min(wanted, _FEW_TOKENS))
+    first = min(_FIRST_TOKEN, vocabulary // 4)
+    return range(first, min(first + wanted, vocabulary))
+
+
+def draw_prompts(context: int, batch: int, tokens: range, seed: object) -> list[list[int]]:
+    """`batch` prompts of `context` tokens: the first quarter is one for all, as a system prompt is.
+
+    Of few distinct tokens an n-gram is soon seen again, so that trees of n-grams branch.
+    """
+    draw = random.Random(f"{seed} {context}")
+    shared = draw.choices(tokens, k=context // 4)
+    return [shared + draw.choices(tokens, k=context - len(shared)) for _ in range(batch)]
+
+
+def _body(prompts: list[list[int]], count: int, names: list[str] | None = None) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "input_ids": prompts,
+        "sampling_params": {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True},
+    }
+    return body | ({} if names is None else {"rid": names})
+
+
+def _new_tokens(request: dict[str, Any], about: dict[str, Any], slots: int) -> int:
+    """How long a request may decode: as asked, or as the server's KV slots and context allow."""
+    context, batch, steps = (int(request[name]) for name in ("context", "batch", "steps"))
+    per_pass = 1 + int(about.get("speculative_num_draft_tokens") or 0)
+    room = slots // batch - context - per_pass
+    longest = about.get("context_length") or about.get("max_req_input_len")
+    if isinstance(longest, int):
+        room = min(room, longest - context - per_pass)
+    count = min(int(request["new_tokens"]), room)
+    if count < 2 * steps * per_pass:
+        raise agent.Refused(
+            f"{batch} requests of {context} tokens leave room for {max(0, room)} new tokens each "
+            f"({slots} KV slots, context length {longest}), expected {2 * steps * per_pass} for "
+            f"{steps} steps: ask for a smaller context, batch or number of steps"
+        )
+    return count
+
+
+def _decoding(server: Server, requests: _Requests, expected: int) -> bool:
+    if not requests.running():
+        raise agent.Refused("a request ended before it could be profiled: ask for more new tokens")
+    running, waiting, _ = server.load()
+    return running >= expected and not waiting
+
+
+def _ranks(about: dict[str, Any]) -> int:
+    sizes = [about.get(name) for name in ("tp_size", "pp_size")]
+    found = 1
+    for size in sizes:
+        found *= size if isinstance(size, int) and size > 0 else 1
+    return found
+
+
+@contextlib.contextmanager
+def _recording(server: Server, files: _Files, name: str, steps: int) -> Iterator[None]:
+    """SGLang records inside the `with` block, `steps` passes or until the block ends."""
+    asked = {
+        "output_dir": str(files.folder),
+        "num_steps": steps,
+        "activities": ["CPU", "GPU"],
+        # Both slow the host down, and are of no use here.
+        "with_stack": False,
+        "record_shapes": False,
+        "profile_id": name,
+    }
+    server.text("/start_profile", asked, _WRITTEN_S)
+    try:
+        yield
+    finally:
+        if not files.seen:  # else it has stopped by itself, and its log would have an error of this
+            with contextlib.suppress(agent.Refused):
+                server.text("/stop_profile", {}, _WRITTEN_S)
+
+
+class _Files:
+    """What SGLang's profiler writes under a name: one file for each rank."""
+
+    def __init__(self, folder: pathlib.Path, name: str, ranks: int) -> None:
+        self.folder = folder
+        self.seen = False
+        """Whether all were found whole."""
+        self._pattern = f"{name}-TP-*.trace.json.gz"
+        self._ranks = ranks
+        self._sizes: list[int] = []
+
+    def whole(self) -> list[pathlib.Path]:
+        """The files, once each rank's is whole. One that still grows is not read for that."""
+        found = sorted(self.folder.glob(self._pattern))
+        before, self._sizes = self._sizes, [path.stat().st_size for path in found]
+        grows = len(found) < self._ranks or self._sizes != before
+        self.seen = not grows and all(map(_whole, found))
+        return found if self.seen else []
+
+
+def _whole(path: pathlib.Path) -> bool:
+    """Whether a gzip file has its end: it is written in place, block by block."""
+    try:
+        with gzip.open(path) as given:
+            while given.read(1 << 20):
+                pass
+        return True
+    except (EOFError, OSError, zlib.error):
+        return False
+
+
+def _await(look: Callable[[], Any], limit_s: float, pause_s: float = _POLL_S) -> Any:
+    """What `look` finds, as soon as that is something."""
+    deadline = time.monotonic() + limit_s
+    while not (found := look()):
+        if time.monotonic() > deadline:
+            raise agent.Refused(f"the server was not where it should be within {limit_s:g} s")
+        time.sleep(pause_s)
+    return found
+
+
+def model_of(about: dict[str, Any]) -> dict[str, Any]:
+    """The shapes that the model's config.json names, of `_SHAPES`; nothing where it has none."""
+    path = pathlib.Path(str(about.get("model_path") or "")) / "config.json"
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(said, dict):
+        return {}
+    if isinstance(said.get("text_config"), dict):  # of a model that also sees
+        said = said["text_config"]
+    return {name: said[name] for name in _SHAPES if isinstance(said.get(name), int)}
+
+
+def main(request: dict[str, Any]) -> None:
+    """Say on stdout what `profile` returns, or why it does not. SIGTERM ends it in order."""
+    os.umask(0o077)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    said: dict[str, Any]
+    try:
+        said = {"done": profile(request)}
+    except agent.Refused as error:
+        said = {"error": str(error)}
+    except OSError as error:
+        said = {"error": agent.told(error)}
+    print(json.dumps(said), flush=True)
