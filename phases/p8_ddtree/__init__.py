@@ -1,7 +1,7 @@
 """Phase 8: draft trees from a DFlash drafter, built, verified and accepted in the live service."""
 
 from phases.gate import Gate, GateKind
-from phases.p8_ddtree import gpu_host, service, speed
+from phases.p8_ddtree import batch_speed, gpu_host, service, speed
 from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
 
@@ -65,8 +65,8 @@ PHASE = Phase(
         ),
         Gate(
             "ddtree-speed",
-            "tok/s of DDTREE against the chain of the same drafter and against no speculation",
-            gpu_host.speed,
+            "tok/s of DDTREE by context and batch, against the drafter's chain and no speculation",
+            batch_speed.speed,
             kind=GateKind.SPEED,
             requires=(Requirement.GPU, Requirement.SERVICE),
             time_limit_s=2400.0,

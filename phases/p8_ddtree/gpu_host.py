@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 import re
@@ -20,7 +19,6 @@ from phases.p8_ddtree.models import models_of
 from phases.service import Answer, Service, Tokens, incomplete, plain_text, serving
 from phases.service_graphs import ARGUMENTS, ENVIRONMENT, replays_in
 from phases.service_scale import GPU, Scale, Start
-from phases.service_speed import decode_speed
 from phases.service_tokens import (
     LIKELY,
     Key,
@@ -32,7 +30,21 @@ from phases.service_tokens import (
 )
 from phases.trained_models import TrainedModels, prompts
 
-__all__ = ["GPU_SIZES", "Sizes", "eager_tokens", "graph_tokens", "speed", "tree_server"]
+__all__ = [
+    "ADAPTIVE",
+    "CHAIN",
+    "GPU_SIZES",
+    "PLAIN",
+    "TREES",
+    "TRITON",
+    "Sizes",
+    "Variant",
+    "documents",
+    "eager_tokens",
+    "graph_tokens",
+    "tree_server",
+    "variant_server",
+]
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _GRAPHS = (1, 2, 4, 8, 16)
@@ -45,22 +57,20 @@ class Sizes:
     """What a host can be asked for.
 
     lengths, batches: of prompts, in tokens and in requests. padded: batch sizes between those that
-    are captured. timed: lengths of prompts that are timed. new_tokens, timed_tokens: of an answer.
+    are captured. new_tokens: of an answer.
     """
 
     lengths: tuple[int, ...]
     batches: tuple[int, ...]
     padded: tuple[int, ...]
-    timed: tuple[int, ...]
     new_tokens: int = 64
-    timed_tokens: int = 256
 
 
-GPU_SIZES = Sizes((64, 1000, 3000), (1, 4, 16), (3, 11), (1024, 16_384, 65_536))
+GPU_SIZES = Sizes((64, 1000, 3000), (1, 4, 16), (3, 11))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Variant:
+class Variant:
     """One way to serve. algorithm: DDTREE, DFLASH (the chain of the same drafter), or none."""
 
     name: str
@@ -69,11 +79,11 @@ class _Variant:
     adaptive: bool = False
 
 
-_PLAIN = _Variant("plain", algorithm=None, backend="triton")
-_TREES = _Variant("trees")
-_ADAPTIVE = _Variant("adaptive trees", adaptive=True)
-_CHAIN = _Variant("chain", algorithm="DFLASH")
-_TRITON = _Variant("trees on triton", backend="triton")
+PLAIN = Variant("plain", algorithm=None, backend="triton")
+TREES = Variant("trees")
+ADAPTIVE = Variant("adaptive trees", adaptive=True)
+CHAIN = Variant("chain", algorithm="DFLASH")
+TRITON = Variant("trees on triton", backend="triton")
 
 
 def eager_tokens(
@@ -86,14 +96,14 @@ def eager_tokens(
 ) -> list[Figure]:
     """As `graph_tokens` without graphs: no speculation, and trees of a fixed budget."""
     eager = dataclasses.replace(scale, graphs=False)
-    return _tokens(ctx, (_PLAIN, _TREES), eager, sizes, start, models)
+    return _tokens(ctx, (PLAIN, TREES), eager, sizes, start, models)
 
 
 @contextlib.contextmanager
 def tree_server(models: TrainedModels, log: pathlib.Path, start: Start) -> Iterator[Service]:
     """Trees of a fixed budget on the kernel, eager."""
     eager = dataclasses.replace(GPU, graphs=False)
-    with _server(models, _TREES, eager, log, start) as service:
+    with variant_server(models, TREES, eager, log, start) as service:
         yield service
 
 
@@ -110,13 +120,13 @@ def graph_tokens(
     Five servers: no speculation; trees of a fixed and of an adaptive budget on the kernel; the
     chain of the same drafter, which is SGLang's own DFLASH; trees on Triton.
     """
-    chosen = (_PLAIN, _TREES, _ADAPTIVE, _CHAIN, _TRITON)
+    chosen = (PLAIN, TREES, ADAPTIVE, CHAIN, TRITON)
     return _tokens(ctx, chosen, scale, sizes, start, models)
 
 
 def _tokens(
     ctx: Context,
-    variants: Sequence[_Variant],
+    variants: Sequence[Variant],
     scale: Scale,
     sizes: Sizes,
     start: Start,
@@ -126,107 +136,28 @@ def _tokens(
     require_current_library(scale.device)
     models = models or models_of(ctx)
     figures: list[Figure] = []
-    found: dict[_Variant, dict[Key, Answer]] = {}
+    found: dict[Variant, dict[Key, Answer]] = {}
     for number, variant in enumerate(variants):
         ctx.progress(number, len(variants), variant.name)
         log = ctx.scratch / f"{number}.log"
-        with _server(models, variant, scale, log, start) as service:
-            found[variant] = _ask(ctx, service, sizes, LIKELY if variant == _PLAIN else 0)
+        with variant_server(models, variant, scale, log, start) as service:
+            found[variant] = _ask(ctx, service, sizes, LIKELY if variant == PLAIN else 0)
         if variant.algorithm is not None and scale.graphs:
             verified = sum(answer.verified for answer in found[variant].values())
             figures += _all_in_graphs(variant, plain_text(log), verified)
-    noise = rounding(found[_PLAIN])
+    noise = rounding(found[PLAIN])
     bounds = tie_bounds(noise, scale.dtype)
     comparisons = [
-        compare(variant.name, answers, found[_PLAIN], bounds, stock=variant == _CHAIN)
+        compare(variant.name, answers, found[PLAIN], bounds, stock=variant == CHAIN)
         for variant, answers in found.items()
-        if variant != _PLAIN
+        if variant != PLAIN
     ]
     figures = [*figures_of(comparisons, bounds), *figures]
     demand(*comparisons, figures=figures)
     return figures
 
 
-def speed(
-    ctx: Context,
-    *,
-    scale: Scale = GPU,
-    sizes: Sizes = GPU_SIZES,
-    start: Start = serving,
-    models: TrainedModels | None = None,
-) -> list[Figure]:
-    """Tokens a second of one request, by context; of trees, the chain, and no speculation.
-
-    The tree must be ahead of the chain by accepted tokens, and not behind no speculation by speed:
-    this target has three layers, so a pass of it costs little more than its launches, and what a
-    tree gains in a real model's pass is not seen here.
-    """
-    require_current_library(scale.device)
-    models = models or models_of(ctx)
-    figures: list[Figure] = []
-    lengths: dict[_Variant, list[float]] = {}
-    rates: dict[_Variant, list[float]] = {}
-    longer = _lengthened(models, ctx.scratch / "models", max(sizes.timed) + 1024)
-    variants = (_TREES, _ADAPTIVE, _CHAIN, _PLAIN)
-    for number, variant in enumerate(variants):
-        log = ctx.scratch / f"{number}.log"
-        with _server(longer, variant, scale, log, start) as service:
-            for length in sizes.timed:
-                ctx.progress(number, len(variants), f"{variant.name}: {length} tokens")
-                (prompt,) = _prompts(ctx, length, 1)
-                one = decode_speed(
-                    service, prompt, new_tokens=sizes.timed_tokens, repeats=scale.passes
-                )
-                rates.setdefault(variant, []).append(one.tokens_per_second)
-                lengths.setdefault(variant, []).append(one.accept_length)
-                name = f"{variant.name} at {length}"
-                figures.append(Figure(name, one.tokens_per_second, Unit.TOKENS_PER_SECOND))
-                if variant.algorithm is not None:
-                    figures.append(
-                        Figure(f"{name}: tokens a verification", one.accept_length, Unit.RATIO)
-                    )
-    pairs = zip(rates[_TREES], rates[_PLAIN], strict=True)
-    least = min(ours / theirs for ours, theirs in pairs)
-    figures.insert(0, Figure("least gain over no speculation", least, Unit.SPEEDUP))
-    for length, tree, chain in zip(sizes.timed, lengths[_TREES], lengths[_CHAIN], strict=True):
-        if tree <= chain:
-            raise GateFailure(
-                FailureKind.TOO_SLOW,
-                f"at {length} tokens a tree gives {tree:.2f} tokens a verification and a chain "
-                f"{chain:.2f}, expected more of the tree",
-                figures,
-            )
-    if least < 1:
-        raise GateFailure(
-            FailureKind.TOO_SLOW,
-            f"{least:.2f} times the speed of no speculation, expected at least 1",
-            figures,
-        )
-    return figures
-
-
-def _lengthened(models: TrainedModels, folder: pathlib.Path, positions: int) -> TrainedModels:
-    """The same weights, for contexts of at least `positions` tokens.
-
-    They were trained on short texts, so what they say of distant tokens is not learnt; a rotary
-    embedding that is not stretched is the same at any length.
-    """
-    made = {}
-    for name, source in (("target", models.target), ("drafter", models.drafter)):
-        place = folder / name
-        place.mkdir(parents=True)
-        about = json.loads((source / "config.json").read_text())
-        about["max_position_embeddings"] = max(positions, about["max_position_embeddings"])
-        scaling = about.get("rope_scaling")
-        if scaling is not None:
-            scaling["original_max_position_embeddings"] = about["max_position_embeddings"]
-        (place / "config.json").write_text(json.dumps(about))
-        (place / "model.safetensors").symlink_to(source / "model.safetensors")
-        made[name] = place
-    return dataclasses.replace(models, target=made["target"], drafter=made["drafter"])
-
-
-def _all_in_graphs(variant: _Variant, log: str, verified: int) -> list[Figure]:
+def _all_in_graphs(variant: Variant, log: str, verified: int) -> list[Figure]:
     """Raises GateFailure where a pass of the target or the drafter did not come from a graph."""
     replays = replays_in(log)
     drafted = sum(map(int, _DRAFT_REPLAY.findall(log)))
@@ -251,7 +182,7 @@ def _ask(ctx: Context, service: Service, sizes: Sizes, likely: int) -> dict[Key,
     found: dict[Key, Answer] = {}
     for length in sizes.lengths:
         batches = (*sizes.batches, *(sizes.padded if length == sizes.lengths[0] else ()))
-        asked = _prompts(ctx, length, max(batches))
+        asked = documents(ctx, length, max(batches))
         for size in batches:
             answers = service.answers(asked[:size], sizes.new_tokens, likely=likely)
             if problem := incomplete(answers, sizes.new_tokens):
@@ -262,18 +193,21 @@ def _ask(ctx: Context, service: Service, sizes: Sizes, likely: int) -> dict[Key,
     return found
 
 
-def _prompts(ctx: Context, length: int, count: int) -> list[Tokens]:
+def documents(ctx: Context, length: int, count: int) -> list[Tokens]:
+    """The beginnings of `count` documents of the language."""
     return [tuple(one) for one in prompts(ctx.seed, count, length, series=length).tolist()]
 
 
 @contextlib.contextmanager
-def _server(
+def variant_server(
     models: TrainedModels,
-    variant: _Variant,
+    variant: Variant,
     scale: Scale,
     log: pathlib.Path,
     start: Start,
+    further: Sequence[str] = (),
 ) -> Iterator[Service]:
+    """The server of a variant. further: arguments after all others, so that they win."""
     more: Sequence[str] = ("--disable-cuda-graph",)
     if scale.graphs:
         more = ("--cuda-graph-bs-decode", *map(str, _GRAPHS), "--disable-prefill-cuda-graph")
@@ -299,6 +233,7 @@ def _server(
             *("--attention-backend", variant.backend),
             *more,
             *ARGUMENTS,
+            *further,
         ),
         log=log,
         environment={"PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment},

@@ -235,22 +235,6 @@ def test_the_limit_of_chi_square(freedom: int, surprise: float, expected: float)
     assert chi_square_limit(freedom, surprise) == pytest.approx(expected, rel=1e-4)
 
 
-def test_longer_contexts_have_the_same_weights(tmp_path: pathlib.Path) -> None:
-    for name in ("target", "drafter"):
-        (tmp_path / name).mkdir()
-        about: dict[str, Any] = {"max_position_embeddings": 4096}
-        if name == "target":
-            about["rope_scaling"] = {"factor": 1.0, "original_max_position_embeddings": 4096}
-        (tmp_path / name / "config.json").write_text(json.dumps(about))
-        (tmp_path / name / "model.safetensors").write_bytes(b"weights")
-    models = TrainedModels(tmp_path / "target", tmp_path / "drafter", {})
-    longer = gpu_host._lengthened(models, tmp_path / "longer", 70_000)
-    about = json.loads((longer.target / "config.json").read_text())
-    assert about["max_position_embeddings"] == 70_000
-    assert about["rope_scaling"]["original_max_position_embeddings"] == 70_000
-    assert (longer.drafter / "model.safetensors").read_bytes() == b"weights"
-
-
 GRAPHS = "Decode graph replay: worker=target key_size=2 (bs) mode=TARGET_VERIFY raw_bs=1\n"
 DRAFTS = GRAPHS.replace("target", "draft")
 STEP = "Decode batch, cuda graph: True, gen\n"
@@ -268,10 +252,10 @@ STEP = "Decode batch, cuda graph: True, gen\n"
 )
 def test_every_pass_must_come_from_a_graph(log: str, says: str | None) -> None:
     if says is None:
-        assert len(gpu_host._all_in_graphs(gpu_host._TREES, log, 3)) == 2
+        assert len(gpu_host._all_in_graphs(gpu_host.TREES, log, 3)) == 2
         return
     with pytest.raises(GateFailure, match=says):
-        gpu_host._all_in_graphs(gpu_host._TREES, log, 3)
+        gpu_host._all_in_graphs(gpu_host.TREES, log, 3)
 
 
 def test_top_p_keeps_the_likeliest_that_have_little_before_them() -> None:
