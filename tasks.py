@@ -1420,7 +1420,8 @@ def moe(
     as_json: bool,
 ) -> None:
     """Predict what imbalance of experts costs a step, by batch and placement; no GPU needed."""
-    from kdtree_engine.moe.costs import BYTES_PER_WEIGHT, LINKS, ExpertShape, find_gpu
+    from kdtree_engine.gpus import LINKS, find_gpu
+    from kdtree_engine.moe.costs import BYTES_PER_WEIGHT, ExpertShape
     from kdtree_engine.moe.synthetic import SyntheticRouter
     from kdtree_engine.moe.trace import read_routing
     from phases import moe_imbalance as work
@@ -1481,7 +1482,7 @@ def _batches(text: str) -> list[int]:
 
 
 def _replaced(preset: Any, what: str, **given: tuple[float | None, float]) -> Any:
-    """A preset of `kdtree_engine.moe.costs` with what the caller gave, times a unit."""
+    """A preset of `kdtree_engine.gpus` with what the caller gave, times a unit."""
     own = {name: value * unit for name, (value, unit) in given.items() if value is not None}
     if not own:
         return preset
