@@ -15,7 +15,14 @@ from typing import Any
 from kdtree_engine.capacity.attention import AttentionFit, body_of
 from kdtree_engine.capacity.drafting import ACCEPTANCE_SLOPE, assumed_acceptance
 from kdtree_engine.capacity.memory import Memory
-from kdtree_engine.capacity.step import Load, Service, Step, decode_step, memory_for
+from kdtree_engine.capacity.step import (
+    Load,
+    Service,
+    Step,
+    components_without_host,
+    decode_step,
+    memory_for,
+)
 from kdtree_engine.errors import ConfigError
 from phases.capacity_evidence import Calibration
 
@@ -54,6 +61,11 @@ class Capacity:
     @property
     def fits(self) -> bool:
         return all(one.memory.fits for one in self.steps)
+
+    @property
+    def fitting(self) -> list[Step]:
+        """The steps that have a row with times."""
+        return [one for one in self.steps if one.memory.fits]
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; seconds, bytes and tokens unless a name says otherwise."""
@@ -230,7 +242,7 @@ def _enough(service: Service) -> str:
 def _label(found: Capacity) -> str:
     service = found.service
     what = f"a step of {service.shape.name} on {service.gpus} x {service.gpu.name}"
-    shares = [one.rests_on_measurement for one in found.steps]
+    shares = [one.rests_on_measurement for one in found.fitting or found.steps]
     parts = f"{min(shares):.0%} to {max(shares):.0%} of it are parts that were calibrated there"
     if not max(shares):
         parts = "no part of it was calibrated there"
@@ -263,16 +275,27 @@ def _calibrated(found: Capacity) -> Iterator[str]:
         f"attention: {fit.fixed * 1e6:.1f} us a launch, {fit.bandwidth_share:.0%} of memory "
         f"bandwidth, {fit.flops_share:.0%} of {_ceiling(fit)}, fitted on {fit.device}; held-out "
         f"regimes are up to {regimes:.0%} off"
-        + (
-            ""
-            if fit.device == gpu.device
-            else f"; {gpu.name} is taken to reach the same shares of its own ceilings"
-        )
+        + ("" if fit.device == gpu.device else f"; {_taken_over(found)}")
     )
     yield (
         f"host: {host.trees * 1e3:.2f} ms a step with trees, {host.plain * 1e3:.2f} without, of a "
         f"model of {host.shape.layers} layers on one {host.device}, SGLang 0.5.17 with its n-gram "
         f"drafter; held-out steps are up to {steps:.0%} off. Taken for any other service too"
+    )
+
+
+def _taken_over(found: Capacity) -> str:
+    """What a GPU that was not measured is taken for, and what that decides: at most so much."""
+    gpu, longest = found.service.gpu, (found.fitting or found.steps)[-1].load
+    whole = dataclasses.replace(found.calibration.attention, bandwidth_share=1.0, flops_share=1.0)
+    own, least = (
+        components_without_host(found.service, longest, fit)[0].seconds * 1e3
+        for fit in (found.calibration.attention, whole)
+    )
+    return (
+        f"{gpu.name} is taken to reach the same shares of its own ceilings: {own:.1f} ms a step at "
+        f"context {longest.context}, batch {longest.batch}, where the whole ceilings would give "
+        f"{least:.1f}"
     )
 
 

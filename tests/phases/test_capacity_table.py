@@ -79,6 +79,8 @@ def test_every_figure_of_kimi_k2_is_labelled_a_prediction(root: pathlib.Path, gp
     assert any(f"prediction: a step of Kimi K2 on 8 x {gpu}" in line for line in remarks(found))
     parts = {one["name"]: one["label"] for one in step["components"]}
     known = "calibrated" if gpu == "h200" else "prediction"
+    shares = f"{gpu} is taken to reach the same shares of its own ceilings: "
+    assert any(shares in line for line in remarks(found)) == (gpu != "h200")
     assert parts.pop("attention") == known
     assert set(parts.values()) == {"prediction"}
 

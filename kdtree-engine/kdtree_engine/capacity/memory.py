@@ -13,7 +13,7 @@ __all__ = ["USABLE", "Memory", "memory_of"]
 
 USABLE = 0.94
 """Share of a GPU's memory, as sold, for weights and KV; the rest is for activations, graphs and the
-communicator. Assumed. On 8 RTX PRO 6000 it leaves Kimi K2 198,000 tokens of bf16 KV; deployments
+communicator. Assumed. On 8 RTX PRO 6000 it leaves Kimi K2 200,000 tokens of bf16 KV; deployments
 report 170,000 to 232,000 (github.com/voipmonitor/rtx6kpro, models/kimi-k25.md)."""
 
 
