@@ -129,6 +129,27 @@ Exit codes:
 """
 
 
+CAPACITY_EPILOG = """\
+A row is of one step of decoding: attention, products of dense weights, routed experts, all-reduces,
+drafting with the tree's operations, and the host, in milliseconds. Tokens a second are the accepted
+tokens of all requests over the step. What bounds it is what most of its time goes by: bytes of
+memory, flops, latency (launches, messages and the host) or bytes over the link. The second table
+holds the model against steps that were measured. Lines on stderr say what all of it rests on.
+
+\b
+The label of a row:
+  calibrated  every part of it was fitted to measurements on that GPU
+  prediction  anything else: every step of a model, or on a GPU, that was not measured
+
+\b
+Exit codes:
+  0    every row fits the GPUs' memory
+  1    some row does not, or the weights alone do not
+  2    wrong usage, or a config.json of another kind of model
+  3    no kept evidence to calibrate by
+"""
+
+
 TUNE_EPILOG = """\b
 Exit codes:
   0    every tile was right, and the table is written
@@ -1571,7 +1592,8 @@ def moe(
     as_json: bool,
 ) -> None:
     """Predict what imbalance of experts costs a step, by batch and placement; no GPU needed."""
-    from kdtree_engine.moe.costs import BYTES_PER_WEIGHT, LINKS, ExpertShape, find_gpu
+    from kdtree_engine.gpus import LINKS, find_gpu
+    from kdtree_engine.moe.costs import BYTES_PER_WEIGHT, ExpertShape
     from kdtree_engine.moe.synthetic import SyntheticRouter
     from kdtree_engine.moe.trace import read_routing
     from phases import moe_imbalance as work
@@ -1632,12 +1654,158 @@ def _batches(text: str) -> list[int]:
 
 
 def _replaced(preset: Any, what: str, **given: tuple[float | None, float]) -> Any:
-    """A preset of `kdtree_engine.moe.costs` with what the caller gave, times a unit."""
+    """A preset of `kdtree_engine.gpus` with what the caller gave, times a unit."""
     own = {name: value * unit for name, (value, unit) in given.items() if value is not None}
     if not own:
         return preset
     source = f"{what}: {' and '.join(own)} given on the command line; else {preset.source}"
     return dataclasses.replace(preset, **own, source=source)
+
+
+# ---------------------------------------------------------------------------------------------
+# Capacity.
+
+
+@cli.command("plan-capacity", epilog=CAPACITY_EPILOG)
+@click.option("--gpu", default="rtx-pro-6000", show_default=True, metavar="NAME", help="Its rates.")
+@click.option("--gpus", type=click.IntRange(1, 1024), default=8, show_default=True)
+@click.option(
+    "--tp",
+    type=click.IntRange(1, 64),
+    help="Ranks of tensor parallelism; more GPUs are replicas (default: all, up to 64).",
+)
+@click.option(
+    "--model",
+    type=click.Path(exists=True, file_okay=False, path_type=pathlib.Path),
+    help="A folder with a config.json of DeepSeek V2's or V3's kind (default: Kimi K2).",
+)
+@click.option(
+    "--context",
+    "contexts",
+    default="4k,16k,65k",
+    show_default=True,
+    metavar="L[,L...]",
+    help="Tokens of each request before the step; 65k is 65,536.",
+)
+@click.option(
+    "--batch",
+    "batches",
+    default="1,4,16",
+    show_default=True,
+    metavar="B[,B...]",
+    help="Requests at once, on all replicas.",
+)
+@click.option(
+    "--nodes",
+    type=click.IntRange(1, 128),
+    default=9,
+    show_default=True,
+    help="Of a request's draft tree, its root included; 1: no speculation.",
+)
+@click.option(
+    "--accepted",
+    type=_FiniteRange(1, 128),
+    help="Tokens that a verification gives (default: an assumed law, which stderr names).",
+)
+@click.option(
+    "--drafter",
+    type=click.Choice(["dflash", "ngram"]),
+    default="dflash",
+    show_default=True,
+    help="ngram works on the host, and its time is the host's.",
+)
+@click.option("--draft-ms", type=_FiniteRange(0, 1e6), help="Of drafting a step, for the model's.")
+@click.option(
+    "--placement",
+    type=click.Choice(["tp", "ep"]),
+    default="tp",
+    show_default=True,
+    help="Of routed experts: each sliced over all ranks, or divided among them.",
+)
+@click.option(
+    "--weights",
+    default="int4",
+    show_default=True,
+    metavar="TYPE",
+    help="int4, fp8 or bf16: of the routed experts.",
+)
+@click.option(
+    "--dense-weights",
+    default="bf16",
+    show_default=True,
+    metavar="TYPE",
+    help="int4, fp8 or bf16: of everything else.",
+)
+@click.option(
+    "--reach",
+    type=_FiniteRange(0.01, 1),
+    help="Share of bandwidth and of flops that products of weights reach (default: 0.8, assumed).",
+)
+@_json_option
+@click.pass_context
+def plan_capacity(
+    ctx: click.Context,
+    gpu: str,
+    gpus: int,
+    tp: int | None,
+    model: pathlib.Path | None,
+    contexts: str,
+    batches: str,
+    nodes: int,
+    accepted: float | None,
+    drafter: str,
+    draft_ms: float | None,
+    placement: str,
+    weights: str,
+    dense_weights: str,
+    reach: float | None,
+    as_json: bool,
+) -> None:
+    """Predict tokens a second of a model on GPUs, what bounds them, and whether it fits."""
+    from kdtree_engine.capacity.dense import REACH
+    from kdtree_engine.capacity.drafting import DFLASH
+    from kdtree_engine.capacity.shapes import KIMI_K2, read_shape
+    from kdtree_engine.capacity.step import Service
+    from kdtree_engine.gpus import LINKS, find_gpu
+    from kdtree_engine.moe.costs import BYTES_PER_WEIGHT
+    from phases import capacity_table as work
+    from phases.capacity_evidence import calibrate
+    from phases.checkout import find_checkout
+
+    part = find_gpu(gpu)
+    for kind in (weights, dense_weights):
+        if kind not in BYTES_PER_WEIGHT:
+            raise UnknownName("weights", kind, BYTES_PER_WEIGHT)
+    service = Service(
+        shape=read_shape(model) if model else KIMI_K2,
+        gpu=part,
+        link=LINKS[part.link],
+        gpus=gpus,
+        ranks=tp or min(gpus, 64),
+        expert_bytes=BYTES_PER_WEIGHT[weights],
+        dense_bytes=BYTES_PER_WEIGHT[dense_weights],
+        placement=placement,
+        drafter=DFLASH if drafter == "dflash" else None,
+        draft_seconds=None if draft_ms is None else draft_ms * 1e-3,
+        reach=reach or REACH,
+    )
+    found = work.plan_capacity(
+        service,
+        calibrate(find_checkout().kept_evidence, part),
+        work.contexts_of(contexts),
+        _batches(batches),
+        nodes=nodes,
+        accepted=accepted,
+    )
+    if as_json:
+        _print_json(found.as_json())
+    else:
+        _print_table(work.COLUMNS, work.rows(found))
+        click.echo()
+        _print_table(work.ERROR_COLUMNS, work.error_rows(found))
+    for line in work.remarks(found):
+        _note(line)
+    ctx.exit(ExitCode.PASSED if found.fits else ExitCode.FAILED)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from kdtree_engine.errors import ConfigError
-from kdtree_engine.moe.costs import ExpertShape, Gpu, Link
+from kdtree_engine.gpus import Gpu, Link
+from kdtree_engine.moe.costs import ExpertShape, busy, reduce_seconds
 from kdtree_engine.moe.dispatch import Work, joined, sliced, spread
 from kdtree_engine.moe.placement import balanced, contiguous
 from kdtree_engine.moe.routing import Routing
@@ -147,12 +148,12 @@ def _outcome(
     gpu: Gpu,
     link: Link,
 ) -> Outcome:
-    busy = gpu.busy(work, shape)
-    slowest = busy.amax(2)
+    times = busy(gpu, work, shape)
+    slowest = times.amax(2)
     reads = work.experts.double() * work.share
     of_layers = (
         one.double().mean(0).mul(scale).round(decimals=3).tolist()
-        for one, scale in ((work.experts, 1), (work.pairs, 1), (busy + gpu.launch, 1e6))
+        for one, scale in ((work.experts, 1), (work.pairs, 1), (times + gpu.launch, 1e6))
     )
     return Outcome(
         batch=batch,
@@ -160,11 +161,11 @@ def _outcome(
         tokens=float(tokens.double().mean()),
         layers=len(layers),
         layer_us=float(slowest.mean() + gpu.launch) * 1e6,
-        reduce_us=float(link.seconds(tokens, shape.hidden).mean()) * 1e6 * (work.ranks > 1),
+        reduce_us=float(reduce_seconds(link, tokens, shape.hidden, work.ranks).mean()) * 1e6,
         busiest=float(reads.amax(2).mean()),
         mean=float(reads.mean()),
         idle=float((work.experts == 0).double().mean()),
-        waiting=max(0.0, float(1 - busy.sum() / (work.ranks * slowest.sum()))),
+        waiting=max(0.0, float(1 - times.sum() / (work.ranks * slowest.sum()))),
         by_layer=list(zip(layers, *of_layers, strict=True)),
     )
 

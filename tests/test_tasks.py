@@ -292,6 +292,60 @@ def test_wrong_arguments_of_moe_are_one_line(kd: Kd, arguments: tuple[str, ...],
     assert len(refused.stderr.splitlines()) == 1
 
 
+def test_capacity_is_planned_with_its_error_and_its_label(kd: Kd) -> None:
+    arguments = ("plan-capacity", "--gpu", "h200", "--context", "4k,16k", "--batch", "1")
+    shown = kd(*arguments)
+    assert shown.returncode == 0, shown.stderr
+    steps, kept = (part.splitlines() for part in shown.stdout.split("\n\n"))
+    assert steps[0].startswith("context  batch  step ms")
+    assert [row.split()[:2] for row in steps[1:]] == [["4096", "1"], ["16384", "1"]]
+    assert all(row.endswith("prediction") for row in steps[1:])
+    assert kept[0].startswith("kept step")
+    assert sum(row.endswith("held out") for row in kept) == 10
+    assert "prediction: a step of Kimi K2 on 8 x h200 was never measured" in shown.stderr
+    answer = json.loads(kd(*arguments, "--accepted", "4", "--draft-ms", "1", "--json").stdout)
+    assert [step["accepted"] for step in answer["steps"]] == [4, 4]
+    assert answer["steps"][0]["components"][4]["label"] == "given"
+
+
+def test_what_does_not_fit_is_said_and_exits_1(kd: Kd) -> None:
+    refused = kd("plan-capacity", "--gpu", "rtx-5090", "--context", "4k", "--batch", "1")
+    assert refused.returncode == 1
+    assert "does not fit: 77 GB a GPU, 30 usable" in refused.stdout
+    assert refused.stderr.startswith("Kimi K2 does not fit on 8 x rtx-5090: its weights take 77.1 ")
+
+
+def test_the_capacity_of_another_model_is_that_of_its_config(
+    kd: Kd, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    refused = kd("plan-capacity", "--model", str(tmp_path))
+    assert refused.returncode == 2
+    assert "field model_type: expected one of" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--context", "4x"), "--context '4x'"),
+        (("--context", "300k"), "Kimi K2 has 262144 positions"),
+        (("--batch", "0"), "--batch '0'"),
+        (("--gpu", "h20"), "did you mean h200"),
+        (("--weights", "int8"), "did you mean int4"),
+        (("--tp", "3"), "8 GPUs are not to be divided among 3 ranks"),
+        (("--accepted", "10"), "10 tokens accepted of 9 verified"),
+    ],
+)
+def test_wrong_arguments_of_plan_capacity_are_one_line(
+    kd: Kd, arguments: tuple[str, ...], said: str
+) -> None:
+    refused = kd("plan-capacity", *arguments)
+    assert refused.returncode == 2
+    assert said in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+
+
 def test_ctrl_c_is_exit_130_and_leaves_interrupted_on_record(
     root: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:

@@ -10,14 +10,17 @@ import pytest
 import torch
 
 from kdtree_engine.errors import ConfigError
-from kdtree_engine.moe.costs import ExpertShape, Gpu, Link
+from kdtree_engine.gpus import GPUS, Link
+from kdtree_engine.moe.costs import ExpertShape
 from kdtree_engine.moe.routing import Routing, routing_of
 from kdtree_engine.moe.synthetic import SyntheticRouter
 from phases.moe_imbalance import COLUMNS, Imbalance, findings, rows, study
 
 SHAPE = ExpertShape(hidden=10, intermediate=2, bytes_per_weight=0.5)
 """60 weights: 30 bytes to read, 120 flop a token."""
-GPU = Gpu("toy", bandwidth=30, flops=1e9, memory=100, link="toy", source="none", launch=0.5)
+GPU = dataclasses.replace(
+    GPUS["h200"], name="toy", bandwidth=30, flops=1e9, memory=100, source="none", launch=0.5
+)
 """A second for each expert that is read."""
 LINK = Link("toy", latency=0.25, bandwidth=1e9, source="none")
 

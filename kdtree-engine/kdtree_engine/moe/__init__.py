@@ -6,7 +6,7 @@
     synthetic   drawn routing, in the shapes of Kimi K2
     placement   experts on ranks: contiguous, or replicated and balanced as EPLB does
     dispatch    the work of each rank under a placement, or under tensor parallelism
-    costs       seconds of that work and of the all-reduce behind it; GPUs and links with sources
+    costs       seconds of that work and of the all-reduce behind it (rates: kdtree_engine.gpus)
 
 Nothing here imports SGLang, and nothing is measured here: every time is a prediction.
 """
