@@ -1292,31 +1292,31 @@ def profile_command(
     """
     from kdtree_engine.profiling.summary import profile
     from phases import profile_table as work
+    from phases.profile_ceiling import read_note
 
     sources = [traces or None, host_name, port, fresh]
     if sum(source is not None for source in sources) != 1:
         raise click.UsageError("name one of --trace, --host, --port and --serve")
     before = profile(earlier, progress=_Reading()) if earlier else None
-    found: list[tuple[str, Any]] = []
+    found: list[tuple[Any, Any]] = []
     remarks: list[str] = []
     if traces:
-        found.append(("", profile(traces, progress=_Reading())))
+        found.append((read_note(traces[0]), profile(traces, progress=_Reading())))
     else:
-        asked = _profile_points(contexts, batches)
-        for one in _profiled(asked, host_name, port, fresh, steps, nodes, not eager, seed):
-            found.append((str(one.point), profile(one.traces, progress=_Reading())))
-            remarks += [*one.remarks, f"{one.point}: its traces lie beside {one.note}"]
+        points = _profile_points(contexts, batches)
+        for one in _profiled(points, host_name, port, fresh, steps, nodes, not eager, seed):
+            found.append((read_note(one.traces[0]), profile(one.traces, progress=_Reading())))
+            remarks.append(f"{one.point}: its traces lie beside {one.note}")
             if not as_json:
                 click.echo(f"{one.point}\n")
-                _print_profile(found[-1][1], before, top)
+                _print_profile(found[-1][1], before, top, found[-1][0])
                 click.echo()
-    if as_json and traces:
-        _print_json(work.as_json(found[0][1], before))
-    elif as_json:
-        _print_json([{"point": name, **work.as_json(one, before)} for name, one in found])
+    documents = [work.as_json(one, before, note) for note, one in found]
+    if as_json:
+        _print_json(documents[0] if traces else documents)
     elif traces:
-        _print_profile(found[0][1], before, top)
-    remarks += [line for _, one in found for line in work.remarks(one, before)]
+        _print_profile(found[0][1], before, top, found[0][0])
+    remarks += [line for document in documents for line in document["remarks"]]
     for line in dict.fromkeys(remarks):
         click.echo(f"kd: {line}", err=True)
     profiles = [one for _, one in found] + ([before] if before is not None else [])
@@ -1350,7 +1350,8 @@ def _profiled(
     from phases.service_scale import CPU, GPU
     from remote.profiler import asked_here
 
-    folder, machine = _checkout().state / "profile", _this_machine()
+    checkout, machine = _checkout(), _this_machine()
+    folder = checkout.state / "profile"
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         here: Machine | None = machine
@@ -1386,18 +1387,20 @@ def _profiled(
             seed=seed,
             machine=here,
             command=["kd", *sys.argv[1:]],
+            revision=checkout.revision(),
             what=fresh or host_name or f"port-{port}",
             note=_say_timed,
         )
 
 
-def _print_profile(found: Any, before: Any, top: int) -> None:
+def _print_profile(found: Any, before: Any, top: int, note: Any) -> None:
     from kdtree_engine.profiling.host import ELSEWHERE
     from phases import profile_table as work
+    from phases.profile_ceiling import attained
 
     _print_table(work.RANK_COLUMNS, work.rank_rows(found))
     click.echo()
-    _print_table(work.CLASS_COLUMNS, work.class_rows(found))
+    _print_table(work.CLASS_COLUMNS, work.class_rows(found, attained(found, note)))
     if any(one.name != ELSEWHERE for one in found.host):
         click.echo()
         _print_table(work.HOST_COLUMNS, work.host_rows(found))

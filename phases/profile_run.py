@@ -36,7 +36,6 @@ VARIANTS: Mapping[str, Callable[[int], Variant]] = {
 _VOCABULARY = 480
 """Distinct tokens of the prompts."""
 _NEW_TOKENS = 8192
-_UNITS = {"": 1, "k": 1024, "m": 1024 * 1024}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,31 +51,38 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Profiled:
-    """What was recorded at a point. remarks: what else the figures have in them."""
+    """What was recorded at a point. note: the file beside the traces that says what was asked."""
 
     point: Point
     traces: tuple[pathlib.Path, ...]
     note: pathlib.Path
-    remarks: tuple[str, ...]
 
 
 def parse_counts(text: str, what: str, most: int) -> tuple[int, ...]:
-    """`4k,16k,65536` as numbers, each once, in the order given. k is 1,024.
+    """`4k,65k,100` as numbers, each once, in the order given.
 
+    A number of thousands by which a power of two is called is that power: 4k and 65k are 4,096 and
+    65,536, as is 64k; 200k is 200,000.
     Raises ConfigError for anything else, and beyond 1..most.
     """
     found = []
     for word in text.split(","):
-        number, unit = word.strip().lower(), ""
-        if number[-1:] in ("k", "m"):
-            number, unit = number[:-1], number[-1]
+        number = word.strip().lower()
+        thousands = number.endswith("k")
+        number = number.removesuffix("k")
         if not (number.isascii() and number.isdigit() and len(number) < 10):
             raise ConfigError(f"{what}: {word!r} is no number, expected such as 4k,16k,65536")
-        value = int(number) * _UNITS[unit]
+        value = _thousands(int(number)) if thousands else int(number)
         if not 1 <= value <= most:
             raise ConfigError(f"{what}: {word.strip()} is not within 1 and {most}")
         found.append(value)
     return tuple(dict.fromkeys(found))
+
+
+def _thousands(count: int) -> int:
+    powers = (1 << exponent for exponent in range(10, 31))
+    called = (power for power in powers if count in (power // 1000, power // 1024))
+    return next(called, 1000 * count)
 
 
 def profile_points(
@@ -88,6 +94,7 @@ def profile_points(
     seed: int,
     machine: Machine | None,
     command: Sequence[str],
+    revision: tuple[str | None, bool | None],
     what: str,
     note: Callable[[int, int, str], None] = lambda done, total, text: None,
 ) -> Iterator[Profiled]:
@@ -113,21 +120,16 @@ def profile_points(
             "version": 1,
             "at": now().isoformat(),
             "command": list(command),
+            "revision": revision[0],
+            "dirty": revision[1],
             "machine": None if machine is None else machine.as_json(),
             "asked": request,
-            **{key: found.get(key) for key in ("server", "model", "beside", "ended")},
+            **{key: found.get(key) for key in ("server", "model", "beside", "ended", "step_us")},
             "traces": [path.name for path in traces],
         }
         file = folder / f"{name}.json"
         write_atomically(file, json.dumps(about, indent=1, ensure_ascii=False) + "\n")
-        yield Profiled(point, traces, file, tuple(_remarks(point, found)))
-
-
-def _remarks(point: Point, found: Mapping[str, Any]) -> Iterator[str]:
-    if found.get("beside"):
-        yield f"{point}: {found['beside']} requests of others ran when this began, and count too"
-    if found.get("ended"):
-        yield f"{point}: a request ended before all steps were recorded; the rest has fewer"
+        yield Profiled(point, traces, file)
 
 
 @contextlib.contextmanager

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kdtree_engine.profiling.comparison import ClassChange, compare
 from kdtree_engine.profiling.summary import KernelTime, Profile
+from phases.profile_ceiling import Attained, Note, attained, note_remarks
 
 __all__ = [
     "CHANGE_COLUMNS",
@@ -25,7 +26,7 @@ __all__ = [
 ]
 
 RANK_COLUMNS = ("rank", "steps", "told by", "step us", "median", "longest", "busy", "outside us")
-CLASS_COLUMNS = ("class", "us", "share", "kernels", "kernel us", "GB/s", "lever")
+CLASS_COLUMNS = ("class", "us", "share", "kernels", "kernel us", "GB/s", "of ceiling", "lever")
 KERNEL_COLUMNS = ("kernel us", "count", "class", "name")
 HOST_COLUMNS = ("host, while the GPU waits", "us", "share")
 CHANGE_COLUMNS = ("class", "before us", "after us", "change us", "of the step before")
@@ -51,8 +52,12 @@ def rank_rows(profile: Profile) -> list[tuple[str, ...]]:
     ]
 
 
-def class_rows(profile: Profile) -> list[tuple[str, ...]]:
-    """The largest class first, then the step that they add up to."""
+def class_rows(
+    profile: Profile, reached: Mapping[str, Attained] | None = None
+) -> list[tuple[str, ...]]:
+    """The largest class first, then the step that they add up to. reached: by class, if known."""
+    reached = reached or {}
+    rates = {name: one.gb_s for name, one in reached.items()}
     rows = [
         (
             one.name,
@@ -60,12 +65,13 @@ def class_rows(profile: Profile) -> list[tuple[str, ...]]:
             _share(one.us, profile.step_us),
             f"{one.count:.1f}" if one.count else "",
             _us(one.kernel_us) if one.count else "",
-            "" if one.gb_s is None else f"{one.gb_s:.1f}",
+            "" if (rate := rates.get(one.name, one.gb_s)) is None else f"{rate:,.1f}",
+            f"{reached[one.name].fraction:.1%}" if one.name in reached else "",
             one.lever,
         )
         for one in profile.classes
     ]
-    return [*rows, ("step", _us(profile.step_us), "100.0%", "", "", "", "")]
+    return [*rows, ("step", _us(profile.step_us), "100.0%", "", "", "", "", "")]
 
 
 def kernel_rows(kernels: Sequence[KernelTime]) -> list[tuple[str, ...]]:
@@ -125,16 +131,23 @@ def remarks(profile: Profile, before: Profile | None = None) -> list[str]:
     return found
 
 
-def as_json(profile: Profile, before: Profile | None = None) -> dict[str, Any]:
-    """All figures, with full names of kernels."""
+def as_json(
+    profile: Profile, before: Profile | None = None, note: Note | None = None
+) -> dict[str, Any]:
+    """All figures, with full names of kernels. note: of what was profiled, where there is one."""
     document: dict[str, Any] = {"version": 1, **_plain(profile)}
+    if note is not None:
+        document["of"] = dataclasses.asdict(note)
+        document["ceilings"] = {
+            name: dataclasses.asdict(one) for name, one in attained(profile, note).items()
+        }
     if before is not None:
         document["before"] = _plain(before)
         document["changes"] = [
             {**dataclasses.asdict(one), "change_us": one.change_us}
             for one in compare(before, profile)
         ]
-    document["remarks"] = remarks(profile, before)
+    document["remarks"] = [*note_remarks(profile, note), *remarks(profile, before)]
     return document
 
 

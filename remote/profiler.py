@@ -37,6 +37,7 @@ _POLL_S = 0.02
 _LOOK_S = 0.5
 _FIRST_TOKEN = 16  # what lies below are often special tokens
 _FEW_TOKENS = 100
+_FEW, _TIMED, _TIMED_PASSES = 2, 130, 3  # tokens of short and long timed answers, and how often
 _WARM = 16  # tokens of the untimed answer: it compiles, and fills the cache with the prompts
 _TOLD = (
     *("version", "model_path", "dtype", "kv_cache_dtype", "tp_size", "dp_size", "pp_size"),
@@ -162,8 +163,9 @@ def profile(request: dict[str, Any]) -> dict[str, Any]:
     tokens; seed; new_tokens, of each request at most; root and leader, where the port must be
     answered by that process or what it has started.
 
-    Returns traces (paths), server (`Server.about`), model (its shapes), beside (requests of others
-    that ran when this began) and ended (whether a request ended before all passes were recorded).
+    Returns traces (paths), server (`Server.about`), model (its shapes), step_us (of a step while
+    nothing is recorded; None where that could not be told), beside (requests of others that ran
+    when this began) and ended (whether a request ended before all passes were recorded).
 
     Raises Refused where the server does not do it. Nothing keeps on running or recording then.
     """
@@ -182,6 +184,7 @@ def profile(request: dict[str, Any]) -> dict[str, Any]:
     # By itself, so that the others find it in the cache; then all, in which kernels are compiled.
     server.json("/generate", _body(prompts[:1], 1), _PREFILL_S)
     server.json("/generate", _body(prompts, _WARM), _PREFILL_S)
+    step_us = _step_us(server, prompts, min(_TIMED, count))
     ranks = _ranks(about)
     files = _Files(folder, name, ranks)
     with _Requests(server, prompts, count, name) as requests:
@@ -200,6 +203,7 @@ def profile(request: dict[str, Any]) -> dict[str, Any]:
         "traces": [str(path) for path in _await(files.whole, _WRITTEN_S, _LOOK_S)],
         "server": about,
         "model": model,
+        "step_us": step_us,
         "beside": running + waiting,
         "ended": ended,
     }
@@ -242,6 +246,28 @@ def _body(prompts: list[list[int]], count: int, names: list[str] | None = None) 
         "sampling_params": {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True},
     }
     return body | ({} if names is None else {"rid": names})
+
+
+def _step_us(server: Server, prompts: list[list[int]], count: int) -> float | None:
+    """Microseconds of a step, by what longer answers take more than short ones.
+
+    A batch takes as many steps as the answer of it that takes most.
+    """
+
+    def timed(tokens: int) -> tuple[float, int]:
+        begun = time.perf_counter()
+        said = server.json("/generate", _body(prompts, tokens), _PREFILL_S)
+        seconds = time.perf_counter() - begun
+        verified = [(one.get("meta_info") or {}).get("spec_verify_ct") for one in said]
+        return seconds, max(int(one) if one else tokens - 1 for one in verified)
+
+    try:
+        passes = [(timed(_FEW), timed(count)) for _ in range(_TIMED_PASSES)]
+        (short, few), (long, many) = (min(one) for one in zip(*passes))  # noqa: B905
+    except (AttributeError, TypeError, ValueError):
+        return None
+    taken, steps = long - short, many - few
+    return taken / steps * 1e6 if taken > 0 and steps > 0 else None
 
 
 def _new_tokens(request: dict[str, Any], about: dict[str, Any], slots: int) -> int:
