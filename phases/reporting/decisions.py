@@ -91,10 +91,10 @@ def paragraphs(text: str, heading: str) -> list[str]:
     return [plain(piece) for piece in pieces if piece and not piece.startswith(("|", "- "))]
 
 
+_EMPHASIS = re.compile(r"(?<![\w*])(\*{1,2})(?! )([^*]+?)(?<! )\1(?![\w*])")
+
+
 def plain(markdown: str) -> str:
     """Without the marks of code, links and emphasis, on one line."""
-    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", markdown)
-    text = re.sub(
-        r"(?<![\w*])(\*{1,2})(?! )([^*]+?)(?<! )\1(?![\w*])", r"\2", text.replace("`", "")
-    )
-    return " ".join(text.split())
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", markdown).replace("`", "")
+    return " ".join(_EMPHASIS.sub(r"\2", text).split())

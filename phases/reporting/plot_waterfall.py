@@ -54,7 +54,8 @@ def _merged(fall: Waterfall) -> list[tuple[str, float]]:
     least = _LEAST * max(fall.after, fall.before or 0.0)
     small = [change for _, change in fall.changes if abs(change) < least]
     shown = [(label, change) for label, change in fall.changes if abs(change) >= least]
-    return [*shown, (f"{len(small)} others", sum(small))] if small else shown
+    name = "1 other" if len(small) == 1 else f"{len(small)} others"
+    return [*shown, (name, sum(small))] if small else shown
 
 
 def _row(

@@ -93,7 +93,7 @@ def slots_headline(kept: Kept) -> Headline | None:
     return Headline(number(tier0), told, "fragmentation", one.source)
 
 
-def _lines(one: Document[_Bench]) -> Lines:
+def _lines(one: Document[_Bench]) -> Lines | Missing:
     content = one.content
     bench = FragBench(
         content.seed,
@@ -107,20 +107,22 @@ def _lines(one: Document[_Bench]) -> Lines:
         ],
     )
     rows = over_time(bench, points=20)
+    lines = (
+        Line(
+            name,
+            tuple((float(row[0]), float(row[at])) for row in rows if row[at] and float(row[at])),
+        )
+        for at, name in enumerate(time_columns(bench))
+        if at
+    )
+    shown = tuple(line for line in lines if line.points)
+    if not shown:
+        return Missing(one.source.file, "no long request was live in any of its samples")
     return Lines(
         f"Runs of a live long request, {one.stem}",
         "requests arrived",
         "mean runs",
-        tuple(
-            Line(
-                name,
-                tuple(
-                    (float(row[0]), float(row[at])) for row in rows if row[at] and float(row[at])
-                ),
-            )
-            for at, name in enumerate(time_columns(bench))
-            if at
-        ),
+        shown,
         one.source,
         log_x=False,
     )

@@ -30,7 +30,7 @@ __all__ = [
 WIDTH, NARROW = 680.0, 328.0
 """Of a drawing on a page, and of the one that takes its place in a window of 360 pixels."""
 FONT = 12.0
-_LETTER = 0.62
+_LETTER = 0.66
 """Width of a letter over the font's size, of a wide system font."""
 _MARK = 4.5
 LEGEND_ROW = 18.0
