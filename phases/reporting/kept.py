@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import pydantic
@@ -160,12 +160,15 @@ Model = TypeVar("Model", bound=pydantic.BaseModel)
 
 @dataclasses.dataclass(frozen=True)
 class Document(Generic[Model]):
-    """One kept JSON file. stem: its name without folder and suffix. raw: all of it."""
+    """One kept JSON document. stem: its file's name without folder and suffix.
+
+    point: which of several in one file, where they say so.
+    """
 
     stem: str
     source: Source
     content: Model
-    raw: Mapping[str, Any]
+    point: str = ""
 
 
 class _Gpu(pydantic.BaseModel):
@@ -188,8 +191,10 @@ class _Origin(pydantic.BaseModel):
     environment: dict[str, str] = {}
     revision: str | None = None
     dirty: bool | None = None
-    started: str = "no date"
+    started: str | None = None
+    at: str | None = None
     library: _Library = _Library()
+    point: str = ""
 
     def source(self, file: str) -> Source:
         place, remark, standing = "not said", "", Standing.UNHASHED
@@ -200,37 +205,50 @@ class _Origin(pydantic.BaseModel):
             same = self.library.sources == sources_digest()
             standing = Standing.UNHASHED if same else Standing.STALE
             remark = f"the kernel's sources {'are as now' if same else 'have changed since'}"
-        date, revision = self.started[:10], _revision(self.revision, self.dirty)
+        date = (self.started or self.at or "no date")[:10]
+        revision = _revision(self.revision, self.dirty)
         return Source(file, standing, place, date, revision, remark)
 
 
 def documents(
-    kept: Kept, folder: str, model: type[Model]
+    kept: Kept,
+    folder: str,
+    model: type[Model],
+    wanted: Callable[[Mapping[str, Any]], bool] = lambda raw: True,
 ) -> tuple[list[Document[Model]], list[Missing]]:
-    """Every JSON file of plans/evidence/`folder` as `model`; what cannot be read is said."""
+    """The JSON documents of plans/evidence/`folder` as `model`; what cannot be read is said.
+
+    A file has one document or a list of them. wanted: by their fields, before they are judged.
+    """
     found: list[Document[Model]] = []
     broken: list[Missing] = []
     for path in sorted((kept.folder / folder).glob("*.json")):
         file = _below(kept.root, path)
         try:
-            raw = _read(path)
-            origin = _Origin.model_validate(raw).source(file)
-            found.append(Document(path.stem, origin, model.model_validate(raw), raw))
+            for raw in filter(wanted, _read(path)):
+                origin = _Origin.model_validate(raw)
+                content = model.model_validate(raw)
+                found.append(Document(path.stem, origin.source(file), content, origin.point))
         except pydantic.ValidationError as error:
             told = ConfigError.from_validation(pathlib.Path(file), error)
-            broken.append(Missing(file, f"it cannot be read: {' '.join(str(told).split())}"))
+            broken.append(_unread(file, told))
         except (OSError, ValueError, TypeError, RecursionError) as error:
-            broken.append(Missing(file, f"it cannot be read: {' '.join(str(error).split())}"))
+            broken.append(_unread(file, error))
     return found, broken
 
 
-def _read(path: pathlib.Path) -> dict[str, Any]:
+def _unread(file: str, error: Exception) -> Missing:
+    return Missing(file, f"it cannot be read: {' '.join(str(error).split())}", "Not shown")
+
+
+def _read(path: pathlib.Path) -> list[dict[str, Any]]:
     if path.stat().st_size > _LARGEST:
         raise ValueError(f"it has {path.stat().st_size} bytes")
     raw = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
-    if not isinstance(raw, dict):
-        raise TypeError("it is no JSON object")
-    return raw
+    listed = raw if isinstance(raw, list) else [raw]
+    if not listed or not all(isinstance(one, dict) for one in listed):
+        raise TypeError("it is no JSON object, nor a list of them")
+    return listed
 
 
 def _refuse(constant: str) -> float:

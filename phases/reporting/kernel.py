@@ -47,11 +47,11 @@ def kernel_section(kept: Kept) -> Section:
         "kernel",
         "Verify kernel against peers and Triton",
         "How many times the kernel's time a peer takes for the same regime, in one run of one "
-        "gate, each output held against the oracle. A bar to the right of 1: the kernel is faster. "
-        "B requests, H heads a rank, T tree nodes, L tokens of prefix. sglang-extend is SGLang's "
-        "Triton kernel, which serves trees without this one. A peer that takes no tree mask does a "
-        "chain of the same size, which is less work. No bar: the peer does not do that regime, or "
-        "was wrong in it.",
+        "gate, each output held against the oracle. More than 1: the kernel is faster. B requests, "
+        "H heads a rank, T tree nodes, L tokens of prefix. sglang-extend is SGLang's Triton "
+        "kernel, which serves trees without this one. A peer that takes no tree mask does a chain "
+        "of the same size, which is less work. No figure: the peer does not do that regime, or was "
+        "wrong in it.",
         tuple(blocks),
     )
 

@@ -169,10 +169,11 @@ class Listing:
 
 @dataclasses.dataclass(frozen=True)
 class Missing:
-    """Something that was not measured, and why."""
+    """Something that was not measured, and why; or is kept and cannot be shown."""
 
     what: str
     why: str
+    label: str = "Not measured"
 
 
 @dataclasses.dataclass(frozen=True)

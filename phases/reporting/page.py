@@ -132,7 +132,7 @@ def _block(name: str, block: Block) -> Iterator[Markup]:
     elif isinstance(block, Text):
         yield from (el("p", line) for line in block.lines)
     elif isinstance(block, Missing):
-        told = (el("strong", "Not measured: "), block.what, el("small", block.why))
+        told = (el("strong", f"{block.label}: "), block.what, el("small", block.why))
         yield el("p", *told, class_="gap")
     elif isinstance(block, Entries):
         yield from _entries(block)

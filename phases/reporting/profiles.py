@@ -1,7 +1,9 @@
 """The bottleneck: where a decode step's time goes, before and after, from kept profiles.
 
-A profile is what `kd profile --json` writes, kept under plans/evidence/profile/. A pair is one file
-with a part `before` (`kd profile --before`), or two files called NAME-before and NAME-after.
+A profile is what `kd profile --json` writes, kept under plans/evidence/profile/: one, or a list
+with one for each point of a service. A pair is one with a part `before` (`kd profile --before`), or
+the same point in two files called NAME-before and NAME-after. The note that `kd profile` writes
+beside a service's traces may be kept there too: it says when and where they were recorded.
 """
 
 from __future__ import annotations
@@ -45,8 +47,15 @@ class _Part(pydantic.BaseModel):
 
 class _Profile(_Part):
     version: Literal[1]
+    files: tuple[str, ...] = ()
     before: _Part | None = None
     remarks: tuple[str, ...] = ()
+
+
+class _Note(pydantic.BaseModel):
+    """What is read of a note: the names of the traces that it is of."""
+
+    traces: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +70,10 @@ class _Shown:
 
 
 def profiles_section(kept: Kept) -> Section:
-    found, broken = documents(kept, FOLDER, _Profile)
+    found, broken = documents(kept, FOLDER, _Profile, lambda raw: "asked" not in raw)
+    notes, odd = documents(kept, FOLDER, _Note, lambda raw: "asked" in raw)
     blocks: list[Block] = []
-    for one in _shown(found):
+    for one in _shown([_placed(profile, notes) for profile in found]):
         blocks += [_waterfall(one), _levers(one)]
         if one.remarks:
             blocks.append(Text(tuple(f"{one.name}: {line}" for line in one.remarks)))
@@ -76,28 +86,39 @@ def profiles_section(kept: Kept) -> Section:
         "Where the GPU's time in one decode step goes, by class of work, in microseconds from a "
         "torch-profiler trace. Each instant is shared out among the kernels that run, or is idle, "
         "so the classes add up to the step.",
-        (*blocks, *broken),
+        (*blocks, *broken, *odd),
     )
+
+
+def _placed(one: Document[_Profile], notes: list[Document[_Note]]) -> Document[_Profile]:
+    """With the origin of the note that is of its traces, where there is one."""
+    for note in notes:
+        if set(one.content.files) & set(note.content.traces):
+            remark = f"recorded as {note.source.file} says"
+            origin = dataclasses.replace(note.source, file=one.source.file, remark=remark)
+            return dataclasses.replace(one, source=origin)
+    return one
 
 
 def _shown(found: list[Document[_Profile]]) -> list[_Shown]:
     """Pairs of files as one, in the order of their names."""
-    by_name = {one.stem: one for one in found}
+    by_name = {(one.stem, one.point): one for one in found}
     shown = []
     for one in found:
         content, partner, name = one.content, None, one.stem
-        if name.endswith(_BEFORE) and name.removesuffix(_BEFORE) + _AFTER in by_name:
+        if name.endswith(_BEFORE) and (name.removesuffix(_BEFORE) + _AFTER, one.point) in by_name:
             continue  # shown with the file that it is the before of
         if name.endswith(_AFTER):
             name = name.removesuffix(_AFTER)
-            partner = by_name.get(name + _BEFORE)
+            partner = by_name.get((name + _BEFORE, one.point))
         before = partner.content if partner else content.before
         source = one.source
         if partner:
             told = f"before: {partner.source.file}, revision {partner.source.revision}"
             remark = "; ".join(filter(None, (source.remark, told)))
             source = dataclasses.replace(source, remark=remark)
-        shown.append(_Shown(name, before, content, source, content.remarks))
+        told_as = ", ".join(filter(None, (name, one.point)))
+        shown.append(_Shown(told_as, before, content, source, content.remarks))
     return shown
 
 

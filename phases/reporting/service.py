@@ -55,6 +55,10 @@ class _Bench(pydantic.BaseModel):
     servers: tuple[Server, ...] = pydantic.Field(min_length=1)
 
 
+class _Other(pydantic.BaseModel):
+    """A benchmark of another kind, such as under load."""
+
+
 @dataclasses.dataclass(frozen=True)
 class SpeedRun:
     """Servers that were timed one after the other in one run."""
@@ -121,7 +125,10 @@ def service_headline(kept: Kept) -> Headline | None:
 
 def speed_runs(kept: Kept) -> tuple[list[SpeedRun], list[Missing]]:
     """Benchmarks first, the newest before others; then gates. And the files that are broken."""
-    benches, broken = documents(kept, FOLDER, _Bench)
+    benches, broken = documents(kept, FOLDER, _Bench, lambda raw: "kind" not in raw)
+    others, _ = documents(kept, FOLDER, _Other, lambda raw: "kind" in raw)
+    why = "this report has no section for its kind"
+    broken += [Missing(one.source.file, why, "Not shown") for one in others]
     runs = [
         SpeedRun(
             f"{'CUDA graphs' if one.content.graphs else 'eager'}, {one.content.layers} layers, "

@@ -84,7 +84,7 @@ def _words(block: Text | Missing | Listing | Entries) -> Iterator[tuple[str, str
     if isinstance(block, Text):
         yield from ((line, "") for line in block.lines)
     elif isinstance(block, Missing):
-        yield f"not measured: {block.what}", "yellow"
+        yield f"{block.label}: {block.what}", "yellow"
         yield f"  {block.why}", ""
     elif isinstance(block, Listing):
         yield block.title, "bold"

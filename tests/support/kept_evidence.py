@@ -16,8 +16,10 @@ from phases.checkout import Checkout
 from phases.content import gate_content
 from phases.evidence import FigureRecord, GateRecord, Platform, Proof, ProofEntry, Record
 from phases.gate import FailureKind, GateKind, Status, Unit
+from phases.moe_imbalance import Imbalance
 from phases.phase import Phase
 from phases.registry import find_gate, load_phases
+from phases.reporting.experts import predicted
 from phases.reporting.kept import Kept, read_kept
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -37,6 +39,12 @@ def phases() -> tuple[Phase, ...]:
 def content_of(gate: str) -> str | None:
     """The hash of the gate with the code as it is."""
     return gate_content(ROOT, find_gate(phases(), gate)[1])
+
+
+@functools.cache
+def imbalance() -> Imbalance:
+    """A prediction of few steps, as drawing many takes seconds."""
+    return predicted(steps=32)
 
 
 def run_of(day: int) -> str:

@@ -7,10 +7,10 @@ import pathlib
 
 import click.testing
 import pytest
+from kept_evidence import imbalance
 
 import tasks
 from phases.reporting import gather as gathering
-from phases.reporting.experts import predicted
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The drawn router of the real command takes seconds."""
     whole = gathering.gather
     monkeypatch.setattr(
-        gathering, "gather", lambda kept, checkout: whole(kept, checkout, lambda: predicted(64))
+        gathering, "gather", lambda kept, checkout: whole(kept, checkout, imbalance)
     )
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from kept_evidence import imbalance
 
 from phases.moe_imbalance import Imbalance
-from phases.reporting.experts import BATCHES, experts_section, predicted
+from phases.reporting.experts import BATCHES, experts_section
 from phases.reporting.model import HeatMap, Standing
 
 
 @pytest.fixture(scope="module")
 def found() -> Imbalance:
-    return predicted(steps=64)
+    return imbalance()
 
 
 def test_a_map_for_each_batch_on_one_scale_around_1(found: Imbalance) -> None:

@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from kept_evidence import ROOT, read
+from kept_evidence import ROOT, imbalance, read
 from traces import two_rounds
 
 from kdtree_engine.profiling.summary import profile
 from phases.checkout import Checkout
 from phases.profile_table import as_json
-from phases.reporting.experts import predicted
 from phases.reporting.gather import gather
 from phases.reporting.page import as_html
 
@@ -100,7 +99,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     for name, document in (("pair", as_json(after, before)), ("alone", as_json(after))):
         (folder / f"evidence/profile/{name}.json").write_text(json.dumps(document))
     kept = read(folder / "evidence")
-    report = gather(kept, Checkout(ROOT, folder / "state"), lambda: predicted(64))
+    report = gather(kept, Checkout(ROOT, folder / "state"), imbalance)
     path = folder / "report.html"
     path.write_text(as_html(report), encoding="utf-8")
     return path

@@ -76,6 +76,19 @@ def test_a_document_says_where_it_is_from_as_far_as_it_knows(tmp_path: pathlib.P
     assert full.standing is bare.standing is Standing.UNHASHED
 
 
+def test_a_file_may_hold_several_documents_and_others_may_lie_beside_it(
+    tmp_path: pathlib.Path,
+) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/a.json").write_text('[{"name": "n", "point": "4k"}, {"name": "m"}]')
+    (tmp_path / "x/note.json").write_text('{"other": 1}')
+    found, broken = documents(read(tmp_path), "x", Named, lambda raw: "name" in raw)
+    assert [(one.stem, one.point, one.content.name) for one in found] == [
+        *(("a", "4k", "n"), ("a", "", "m")),
+    ]
+    assert broken == []
+
+
 @pytest.mark.parametrize(
     ("sources", "standing"), [("0" * 64, Standing.STALE), (None, Standing.UNHASHED)]
 )
@@ -94,6 +107,7 @@ def test_other_kernel_sources_make_a_document_stale_and_the_same_prove_nothing(
     [
         ("{", "Expecting property name"),
         ("[]", "no JSON object"),
+        ('[{"name": "n"}, 3]', "no JSON object"),
         ('{"name": NaN}', "NaN is no number"),
         ('{"name": 3}', "field name"),
         ('{"name": "n", "machine": 3}', "field machine"),

@@ -10,12 +10,10 @@ import pathlib
 import re
 
 import pytest
-from kept_evidence import H200, ROOT, blocked, ended, keep, read
+from kept_evidence import H200, ROOT, blocked, ended, imbalance, keep, read
 
 from phases.checkout import Checkout
 from phases.gate import Unit
-from phases.moe_imbalance import Imbalance
-from phases.reporting.experts import predicted
 from phases.reporting.gather import gather
 from phases.reporting.model import as_json
 from phases.reporting.page import as_html
@@ -48,24 +46,19 @@ class Outline(html.parser.HTMLParser):
         return [attributes for name, attributes in self.tags if name == tag]
 
 
-@pytest.fixture(scope="module")
-def moe() -> Imbalance:
-    return predicted(steps=64)
-
-
-def page_of(folder: pathlib.Path, moe: Imbalance) -> str:
+def page_of(folder: pathlib.Path) -> str:
     checkout = Checkout(ROOT, folder / "state")
-    return as_html(gather(read(folder), checkout, lambda: moe))
+    return as_html(gather(read(folder), checkout, imbalance))
 
 
 @pytest.fixture(scope="module")
-def page(moe: Imbalance) -> str:
+def page() -> str:
     """Of the evidence that the repository keeps."""
-    return page_of(ROOT / "plans/evidence", moe)
+    return page_of(ROOT / "plans/evidence")
 
 
 @pytest.fixture
-def hostile(tmp_path: pathlib.Path, moe: Imbalance) -> str:
+def hostile(tmp_path: pathlib.Path) -> str:
     regime = "B=1 H=8 T=9 L=4096"
     keep(
         tmp_path,
@@ -96,7 +89,7 @@ def hostile(tmp_path: pathlib.Path, moe: Imbalance) -> str:
     classes = [{"name": HOSTILE, "us": 5.0, "lever": HOSTILE}]
     told = {"version": 1, "step_us": 5.0, "classes": classes, "remarks": [HOSTILE]}
     (tmp_path / "profile/a.json").write_text(json.dumps(told))
-    return page_of(tmp_path, moe)
+    return page_of(tmp_path)
 
 
 def test_nothing_of_evidence_becomes_markup(hostile: str, page: str) -> None:
@@ -171,20 +164,18 @@ def test_every_drawing_has_a_role_and_its_data_in_a_table(page: str) -> None:
     )
 
 
-def test_a_folder_without_evidence_gives_a_whole_page(
-    tmp_path: pathlib.Path, moe: Imbalance
-) -> None:
-    page = page_of(tmp_path, moe)
+def test_a_folder_without_evidence_gives_a_whole_page(tmp_path: pathlib.Path) -> None:
+    page = page_of(tmp_path)
     outline = Outline(page)
     assert not outline.open
     assert len(outline.named("section")) == 9
     assert page.count("Not measured: ") >= 8
 
 
-def test_the_same_report_as_json(moe: Imbalance) -> None:
+def test_the_same_report_as_json() -> None:
     checkout = Checkout(ROOT, ROOT / ".kd")
-    document = as_json(gather(read(ROOT / "plans/evidence"), checkout, lambda: moe))
+    document = as_json(gather(read(ROOT / "plans/evidence"), checkout, imbalance))
     told = json.loads(json.dumps(document, default=str))
     assert told["version"] == 1
     kinds = {block["kind"] for section in told["sections"] for block in section["blocks"]}
-    assert {"Table", "Bars", "Roofline", "Lines", "HeatMap", "Entries", "Missing"} <= kinds
+    assert {"Table", "Bars", "Roofline", "Lines", "HeatMap", "Entries"} <= kinds

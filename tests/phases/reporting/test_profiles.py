@@ -6,7 +6,7 @@ import json
 import pathlib
 
 import pytest
-from kept_evidence import read
+from kept_evidence import H200, read
 from traces import two_rounds
 
 from kdtree_engine.profiling.summary import Profile, profile
@@ -66,6 +66,35 @@ def test_two_files_called_before_and_after_are_one_waterfall(
     falls = [one for one in profiles_section(read(folder)).blocks if isinstance(one, Waterfall)]
     assert [one.title for one in falls] == ["A decode step before and after, eager"]
     assert "eager-before.json" in falls[0].source.remark
+
+
+def test_points_of_a_service_are_paired_one_by_one(
+    folder: pathlib.Path, before: Profile, after: Profile
+) -> None:
+    for name, found in (("host-before", before), ("host-after", after)):
+        points = [{"point": point, **as_json(found)} for point in ("4k x 1", "64k x 1")]
+        (folder / f"profile/{name}.json").write_text(json.dumps(points))
+    falls = [one for one in profiles_section(read(folder)).blocks if isinstance(one, Waterfall)]
+    assert [one.title.rpartition("after, ")[2] for one in falls] == [
+        "host, 4k x 1",
+        "host, 64k x 1",
+    ]
+    assert all(one.before is not None for one in falls)
+
+
+def test_the_note_of_its_traces_says_where_a_profile_is_from(
+    folder: pathlib.Path, after: Profile
+) -> None:
+    write(folder, "h200", after)
+    note = {"version": 1, "at": "2026-11-30T10:00:00", "asked": {}, "machine": H200.as_json()}
+    for name, traces in (("note", after.files), ("other", ("else.json",))):
+        text = json.dumps(note | {"traces": traces})
+        (folder / f"profile/{name}.json").write_text(text)
+    falls = [one for one in profiles_section(read(folder)).blocks if isinstance(one, Waterfall)]
+    (source,) = (one.source for one in falls)
+    assert (source.where, source.date) == ("NVIDIA H200", "2026-11-30")
+    assert source.file.endswith("h200.json")
+    assert "note.json" in source.remark
 
 
 def test_a_before_without_its_after_stands_alone(folder: pathlib.Path, before: Profile) -> None:

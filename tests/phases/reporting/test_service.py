@@ -75,6 +75,13 @@ def test_a_gate_that_timed_servers_is_shown_with_its_failure(tmp_path: pathlib.P
     assert (run.source.standing, run.source.remark) == (Standing.STALE, "the gate failed")
 
 
+def test_a_benchmark_of_another_kind_is_named(folder: pathlib.Path) -> None:
+    (folder / "serve/load.json").write_text('{"version": 1, "kind": "load", "points": []}')
+    runs, (gap,) = speed_runs(read(folder))
+    assert len(runs) == 1
+    assert gap.what.endswith("load.json")
+
+
 def test_a_benchmark_with_wrong_tokens_says_so(folder: pathlib.Path) -> None:
     (folder / "serve/h200.json").write_text(json.dumps(BENCH | {"right": False}))
     ((run,), _) = speed_runs(read(folder))

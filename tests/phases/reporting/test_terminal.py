@@ -62,7 +62,7 @@ def test_piped_it_is_plain_aligned_lines_that_are_never_broken() -> None:
     assert "\x1b" not in text
     assert "gate  us\na     20.0\n" in text
     assert "(a.json; NVIDIA H200; 2026-11-29; revision c2c21ba6503f; stale)\n" in text
-    assert "not measured: the price\n  no GPU ?[2J here\n" in text
+    assert "Not measured: the price\n  no GPU ?[2J here\n" in text
     assert "[bold]not markup[/bold]" in text
     assert "0017: deferred\n  why: b c\n" in text
     assert "hidden" not in text
