@@ -197,7 +197,7 @@ class _Origin(pydantic.BaseModel):
     point: str = ""
 
     def source(self, file: str) -> Source:
-        place, remark, standing = "not said", "", Standing.UNHASHED
+        place, remark, standing = "machine not said", "", Standing.UNHASHED
         if self.machine is not None:
             usable = [gpu.name for gpu in self.machine.gpus if gpu.usable]
             place = _place(usable, self.environment)

@@ -78,7 +78,7 @@ class Source:
 
     file: str
     standing: Standing
-    where: str = "not said"
+    where: str = "machine not said"
     date: str = "no date"
     revision: str = "no revision"
     remark: str = ""

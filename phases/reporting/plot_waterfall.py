@@ -50,9 +50,9 @@ def _rows(fall: Waterfall) -> list[tuple[str, float, float, str]]:
 
 
 def _merged(fall: Waterfall) -> list[tuple[str, float]]:
-    """The changes, those too small to be seen as one."""
+    """The changes, those too small to be seen as one, without what has not changed."""
     least = _LEAST * max(fall.after, fall.before or 0.0)
-    small = [change for _, change in fall.changes if abs(change) < least]
+    small = [change for _, change in fall.changes if least / 1e6 < abs(change) < least]
     shown = [(label, change) for label, change in fall.changes if abs(change) >= least]
     name = "1 other" if len(small) == 1 else f"{len(small)} others"
     return [*shown, (name, sum(small))] if small else shown

@@ -72,7 +72,7 @@ def test_a_document_says_where_it_is_from_as_far_as_it_knows(tmp_path: pathlib.P
     assert broken == []
     bare, full = (one.source for one in found)
     assert (full.where, full.date, full.revision) == ("CPU", "2026-11-30", "e" * 12)
-    assert (bare.where, bare.date, bare.revision) == ("not said", "no date", "unknown")
+    assert (bare.where, bare.date, bare.revision) == ("machine not said", "no date", "unknown")
     assert full.standing is bare.standing is Standing.UNHASHED
 
 
