@@ -1967,6 +1967,40 @@ def evidence_tables(ctx: click.Context, check: bool) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
+# The report.
+
+
+@cli.command("report")
+@click.option(
+    "--html",
+    "page",
+    type=click.Path(dir_okay=False, path_type=pathlib.Path),
+    metavar="FILE",
+    help="Write it as one HTML page that needs nothing else, and print where.",
+)
+@_json_option
+def report_command(page: pathlib.Path | None, as_json: bool) -> None:
+    """All that kept evidence shows: gates, speed, roofline, bottleneck, slots, decisions, gaps."""
+    from kdtree_engine.atomic import write_atomically
+    from phases.reporting import model, terminal
+    from phases.reporting.gather import gather
+    from phases.reporting.kept import read_kept
+    from phases.reporting.page import as_html
+
+    checkout = _checkout()
+    _note("reading kept evidence, and drawing a router for the MoE prediction")
+    report = gather(read_kept(checkout, _phases()), checkout)
+    if page is not None:
+        write_atomically(page, as_html(report))
+    if as_json:
+        _print_json(model.as_json(report))
+    elif page is not None:
+        click.echo(page)
+    else:
+        terminal.show(report, _console())
+
+
+# ---------------------------------------------------------------------------------------------
 # Machines and hosts.
 
 

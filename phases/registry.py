@@ -5,6 +5,7 @@ from __future__ import annotations
 import graphlib
 import importlib
 import pkgutil
+import re
 from collections.abc import Iterable, Sequence
 
 import phases as _phases
@@ -17,7 +18,11 @@ __all__ = ["find_gate", "find_phase", "in_order", "load_phases"]
 
 def load_phases() -> list[Phase]:
     """The `PHASE` of each package `phases.pN_name`, in dependency order."""
-    names = [module.name for module in pkgutil.iter_modules(_phases.__path__) if module.ispkg]
+    names = [
+        module.name
+        for module in pkgutil.iter_modules(_phases.__path__)
+        if module.ispkg and re.match(r"p\d", module.name)
+    ]
     found: list[Phase] = []
     for name in names:
         try:

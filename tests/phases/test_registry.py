@@ -29,6 +29,10 @@ def test_a_package_that_cannot_be_imported_is_one_line(
         load_phases()
 
 
+def test_a_package_that_is_not_named_as_a_phase_is_none() -> None:
+    assert "reporting" not in [phase.package for phase in load_phases()]
+
+
 def test_a_gate_names_its_requirements_as_the_command_line_does() -> None:
     assert Gate("x", "x", requires=("gpu",)).requires == (Requirement.GPU,)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'luck' is not a valid Requirement"):
