@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kdtree_engine.moe.costs import LINKS, ExpertShape, find_gpu
+from kdtree_engine.gpus import LINKS, find_gpu
+from kdtree_engine.moe.costs import ExpertShape
 from kdtree_engine.moe.synthetic import SyntheticRouter
 from phases.moe_imbalance import COLUMNS, Imbalance, findings, rows, study
 from phases.reporting.model import Block, HeatMap, Section, Source, Standing, Table, Text
