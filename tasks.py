@@ -222,9 +222,9 @@ Exit codes:
 
 SERVE_EPILOG = """\b
 Exit codes:
-  2    wrong usage or configuration
-  3    SGLang is not installed there, or the host is not this machine
-Else those of the server, which takes this command's place.
+  2    wrong usage or configuration, or the host cannot be reached
+  3    SGLang is not installed on this machine
+Else those of the server; 78 where it could not be started on another host.
 """
 
 
@@ -1084,32 +1084,67 @@ def bench_price(ctx: click.Context, seed: int, as_json: bool) -> None:
 
 @cli.command("serve", epilog=SERVE_EPILOG)
 @_host_option
-@_phase_option("Whose service profile is added.", required=True)
+@_phase_option("Whose service profile is added.")
+@click.option(
+    "--release", metavar="ID", help="Of another host: the release (default: its newest good one)."
+)
 @click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
+@click.option("--end", "job", metavar="JOB", help="Of another host: end a server left running.")
 @_json_option
 @click.argument("extra", nargs=-1, metavar="[-- SGLANG ARGUMENTS]", type=click.UNPROCESSED)
+@click.pass_context
 def serve(
-    host_name: str, wanted: str, dry_run: bool, as_json: bool, extra: tuple[str, ...]
+    ctx: click.Context,
+    host_name: str,
+    wanted: str | None,
+    release: str | None,
+    dry_run: bool,
+    job: str | None,
+    as_json: bool,
+    extra: tuple[str, ...],
 ) -> None:
     """Start SGLang in the foreground with a phase's profile, to try it.
 
     A profile names the attention backend and its variables. Speculation, without which there is
     no tree to verify, comes after --, as in --speculative-algorithm NGRAM
     --speculative-num-draft-tokens 9. --json prints with --dry-run. Ctrl-C ends the server.
+
+    On this machine it is this checkout that serves. On another host it is a release that kd deploy
+    has placed there, with the inventory's arguments, beside the live service and unknown to it.
     """
     from phases.registry import find_phase
+
+    host = _host(host_name)
+    if (job is None) == (wanted is None):
+        raise click.UsageError("name a phase with --phase, or with --end what is to end")
+    if host.kind == "local" and (release is not None or job is not None):
+        raise click.UsageError("--release and --end are of another host than this machine")
+    if job is not None:
+        with _live_service(host) as live:
+            live.end_trial(job, _note)
+        return
+    assert wanted is not None
+    phase = find_phase(_phases(), wanted)
+    if host.kind != "local":
+        ctx.exit(_serve_there(host, phase, release, extra, dry_run=dry_run, as_json=as_json))
+    _serve_here(host, phase, extra, dry_run=dry_run, as_json=as_json)
+
+
+def _serve_here(
+    host: Any, phase: Phase, extra: tuple[str, ...], *, dry_run: bool, as_json: bool
+) -> None:
+    """Become the server, or say what it would be."""
     from phases.serve import require_sglang, serve_line
     from phases.service import server_python
 
-    host = _here(host_name)
     service = host.service
     line = serve_line(
-        find_phase(_phases(), wanted),
+        phase,
         python=str(pathlib.Path(host.python or server_python()).expanduser()),
         host_arguments=() if service is None else service.command_line(),
         extra=extra,
     )
-    shown = shlex.join([*(f"{k}={v}" for k, v in line.environment.items()), *line.command])
+    shown = _shown_line(line.command, line.environment)
     if dry_run:
         if as_json:
             _print_json({"command": line.command, "environment": dict(line.environment)})
@@ -1121,6 +1156,43 @@ def serve(
     sys.stdout.flush()
     sys.stderr.flush()
     os.execvpe(line.command[0], line.command, os.environ | line.environment)
+
+
+def _serve_there(
+    host: Any,
+    phase: Phase,
+    release: str | None,
+    extra: tuple[str, ...],
+    *,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Follow a server of a release on another host; its exit code."""
+    from phases.serve import require_profile
+    from remote.promotion import Target
+
+    require_profile(phase)
+    with _live_service(host) as live:
+        chosen = _release_of(live.releases, release)
+        profile = phase.profile
+        target = Target(chosen, phase.number, profile.arguments, profile.environment)
+        trial = live.trial(target, extra)
+        service = trial["service"]
+        shown = _shown_line(service["command"], service["environment"])
+        if dry_run:
+            if as_json:
+                _print_json({**service, "release": chosen, "port": trial["port"]})
+            else:
+                click.echo(shown)
+            return ExitCode.PASSED
+        click.echo(f"kd: {host.name}: {shown}", err=True)
+        click.echo(f"kd: it will answer at 127.0.0.1:{trial['port']} of {host.name}", err=True)
+        code: int = live.serve(trial, said=click.echo, note=_note)
+        return code
+
+
+def _shown_line(command: Sequence[str], environment: Mapping[str, str]) -> str:
+    return shlex.join([*(f"{name}={value}" for name, value in environment.items()), *command])
 
 
 @cli.command("tune", epilog=TUNE_EPILOG)

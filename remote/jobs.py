@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from remote.errors import TransportError
 from remote.releases import Releases
 
-__all__ = ["Heard", "JobGone", "follow", "new_job_name", "run_job"]
+__all__ = ["Heard", "JobGone", "end_interrupted", "follow", "new_job_name", "run_job"]
 
 
 class JobGone(TransportError):
@@ -104,11 +104,12 @@ def run_job(
         releases.start_job(name, command, environment)
         return follow(releases, name, said, poll_s=poll_s)
     except KeyboardInterrupt:
-        _end(releases, name, host, note)
+        end_interrupted(releases, name, host, note)
         raise
 
 
-def _end(releases: Releases, name: str, host: str, note: Callable[[str], None]) -> None:
+def end_interrupted(releases: Releases, name: str, host: str, note: Callable[[str], None]) -> None:
+    """End a job and all that it has started, and say so."""
     try:
         if releases.end_job(name):
             note(f"interrupted: ends the run on {host}")

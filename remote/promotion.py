@@ -21,7 +21,7 @@ from typing import Any
 from kdtree_engine.errors import ConfigError
 from remote.errors import TransportError
 from remote.inventory import Host, Service
-from remote.jobs import Heard, JobGone, follow, new_job_name
+from remote.jobs import Heard, JobGone, end_interrupted, follow, new_job_name
 from remote.promoter import NOTHING
 from remote.releases import ReleaseRefused, Releases
 from remote.service import Manager, manager_of, service_document
@@ -175,6 +175,59 @@ class LiveService:
                 "cuda_arch": self._host.cuda_arch,
             }
         )
+
+    def trial(self, target: Target, extra: Sequence[str]) -> dict[str, Any]:
+        """How a server of a release is started beside the service: release, service and port.
+
+        extra: SGLang arguments, last, so that they win. Raises ConfigError where it would have the
+        port of the service that runs there.
+        """
+        entry = self.entry(target)
+        service = entry["service"]
+        port = _port_of(extra)
+        if port is None and self.manager.status().pid is not None:
+            raise ConfigError(
+                f"host {self._host.name}: port {self._service.port} is that of its live service",
+                remedy="name another one: -- --port N",
+            )
+        return {
+            "release": target.release,
+            "service": {**service, "command": [*service["command"], *extra]},
+            "port": self._service.port if port is None else port,
+        }
+
+    def serve(
+        self,
+        trial: Mapping[str, Any],
+        *,
+        said: Callable[[str], None],
+        note: Callable[[str], None],
+    ) -> int:
+        """Run such a server until it ends; its exit code. said: gets each line that it prints.
+
+        Interrupted, the server is ended there. Where the connection is lost for long, it goes on:
+        TransportError names its job then, which `end_trial` ends.
+        """
+        name = new_job_name("serve")
+        host = self.transport.host
+        try:
+            self.releases.start_trial(name, trial)
+            return follow(self.releases, name, said)
+        except KeyboardInterrupt:
+            end_interrupted(self.releases, name, host, note)
+            raise
+        except TransportError as error:
+            if isinstance(error, (JobGone, ReleaseRefused)):
+                raise
+            raise TransportError(
+                f"{error.problem}; the server may go on there",
+                remedy=f"kd serve --host {host} --end {name}",
+            ) from None
+
+    def end_trial(self, name: str, note: Callable[[str], None]) -> None:
+        """End a server that was left running. Raises ReleaseRefused where there is no such job."""
+        self.releases.look_at_job(name)
+        end_interrupted(self.releases, name, self.transport.host, note)
 
     def profile(self, request: Mapping[str, Any], folder: pathlib.Path) -> dict[str, Any]:
         """Have the service profile itself: see `remote.profiler`; its traces come into `folder`."""
@@ -333,3 +386,20 @@ class LiveService:
         if asked and ends["result"] in ("restored", "stopped", "refused"):
             raise KeyboardInterrupt
         return Outcome(str(ends["result"]), str(ends["text"]), job)
+
+
+def _port_of(arguments: Sequence[str]) -> int | None:
+    """The port that the last `--port` of SGLang's arguments names; None where none does.
+
+    Raises ConfigError for what is no port.
+    """
+    found = None
+    for place, word in enumerate(arguments):
+        name, equals, value = word.partition("=")
+        if name == "--port":
+            found = value if equals else "".join(arguments[place + 1 : place + 2])
+    if found is None:
+        return None
+    if not (found.isascii() and found.isdigit() and 0 < int(found) < 1 << 16):
+        raise ConfigError(f"--port: expected a number from 1 to 65535, got {found!r}")
+    return int(found)

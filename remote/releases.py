@@ -197,6 +197,12 @@ class Releases:
         given = program_text("promoter", (*_PROGRAMS, "promoter"), {**request, "root": self._root})
         self.start_job(name, [self._python, "-I", "-c", _BOOT], {}, given)
 
+    def start_trial(self, name: str, request: Mapping[str, Any]) -> None:
+        """Let `remote.trial` become a server there, as a job."""
+        programs = (*_PROGRAMS, "launch", "trial")
+        given = program_text("trial", programs, {**request, "root": self._root})
+        self.start_job(name, [self._python, "-I", "-c", _BOOT], {"PYTHONUNBUFFERED": "1"}, given)
+
     def group_of(self, pid: int) -> list[int]:
         """The processes that live in the group or session of `pid`."""
         return list(self._ask("group_of", pid=pid)["processes"])

@@ -383,8 +383,13 @@ def test_serve_says_what_it_would_start(kd: Kd) -> None:
     refused = kd("serve", "--phase", "4")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "no model is named" in refused.stderr
-    far = kd("serve", "--host", "ct200", "--phase", "4", "--", "--model-path", "m")
-    assert far.returncode == 3
+    for wrong in (
+        ("serve",),
+        ("serve", "--phase", "4", "--release", "a"),
+        ("serve", "--end", "serve-1"),
+        ("serve", "--host", "ct200", "--phase", "4", "--end", "serve-1"),
+    ):
+        assert kd(*wrong).returncode == 2
 
 
 def test_a_reader_that_goes_away_is_no_failed_gate(

@@ -104,7 +104,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *of_no_use: os._exit(0))
     if behaviour == "deaf":
         time.sleep(600)
-    port = int(sys.argv[sys.argv.index("--port") + 1])
+    port = int(sys.argv[len(sys.argv) - sys.argv[::-1].index("--port")])
     http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
