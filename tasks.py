@@ -102,8 +102,8 @@ only where it is alike. The last column says whether the tokens are those of no 
 where not, at which one they part, and whether that was a near-tie.
 
 Under load (--concurrency, --rate, --soak, --url) requests are streamed, and repeat prompts that the
-server has answered before. Times are in milliseconds. tok/s is of all requests together, a request
-is of one; first is the time to the first token. With speculation a chunk has several tokens: gap is
+server has answered before. Times are in milliseconds. tok/s is of all requests together, each is
+of one, first is the time to the first token. With speculation a chunk has several tokens: gap is
 the time between two chunks, and itl that gap shared by the second one's tokens, as SGLang's own
 bench has it. The last column says whether the answers are those of no speculation; of --url, those
 of the same server to each prompt alone, which is told and decides nothing. On a terminal it is
@@ -969,7 +969,7 @@ def _load_plan(
         seconds=soak or seconds,
         soak=bool(soak),
         new_tokens=new_tokens,
-        prompts=max(16, *map(int, many)) if many else 32,
+        prompts=max(4, *map(int, many)) if many else 16,
         fresh=fresh,
         file=prompts,
         silence_s=silence,

@@ -27,7 +27,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +40,7 @@ from kdtree_engine.machine import Machine
 from phases.checkout import Checkout
 from phases.evidence import new_run_id, now
 from phases.load_client import ClientFailed, Order, Tick, running
+from phases.load_histogram import PERCENTILES
 from phases.load_point import Point, drift
 from phases.load_prompts import Prompts, drawn, read_prompts
 from phases.service import Answer, Service, ServiceFailed, Tokens, incomplete, serving
@@ -63,9 +64,8 @@ __all__ = [
 ]
 
 COLUMNS = (
-    *("server", "context", "load", "tok/s", "a request", "accepted"),
-    *("first p50", "first p99", "itl p50", "itl p90", "itl p99", "gap p99", "gap max"),
-    *("answers", "errors", "tokens"),
+    *("server", "context", "load", "tok/s", "each", "acc"),
+    *("first p50/99", "itl p50/90/99", "gap p99/max", "answers", "tokens"),
 )
 WINDOW_COLUMNS = (
     *("server", "context", "at s", "tok/s", "itl p50", "itl p99", "gap max"),
@@ -461,8 +461,7 @@ def _measure(
     url = service.url if isinstance(service, Live) else f"http://127.0.0.1:{service.port}"
     for length, prompts in found:
         if not plan.fresh:
-            run.screen.note(f"{name}: {len(prompts)} prompts of {length or 'the file'}, once")
-            _once(bench, service, length, prompts, range(len(prompts)), likely)
+            _once(run, name, service, length, prompts, range(len(prompts)), likely)
         first = 0
         judged = min(_JUDGED_FRESH, plan.prompts) if plan.fresh else len(prompts)
         for concurrency, rate in plan.loads:
@@ -484,7 +483,8 @@ def _measure(
             run.screen.note(f"{point.where}: begins")
             _load(run, service, point, order)
             if plan.fresh and likely:
-                _once(bench, service, length, prompts, range(first, first + judged), likely)
+                judged_numbers = range(first, first + judged)
+                _once(run, name, service, length, prompts, judged_numbers, likely)
             # A prompt that another point had would be cached.
             first += 1_000_000
             bench.compare()
@@ -496,7 +496,8 @@ def _measure(
 
 
 def _once(
-    bench: LoadBench,
+    run: _Run,
+    name: str,
     service: Service,
     length: int,
     prompts: Prompts,
@@ -507,8 +508,12 @@ def _once(
 
     Raises ServiceFailed where one is not as many tokens as were asked for.
     """
+    bench = run.bench
     at_once = 1 if bench.live else _AT_ONCE
     for begin in range(0, len(numbers), at_once):
+        run.screen.note(
+            f"{name}: {begin} of {len(numbers)} prompts of {length or 'the file'} asked once"
+        )
         some = numbers[begin : begin + at_once]
         answers = _ask(service, prompts, some, bench.plan.new_tokens, likely)
         if problem := incomplete(answers, bench.plan.new_tokens):
@@ -612,10 +617,10 @@ def _vocabulary(server: Mapping[str, Any]) -> int:
 
 
 def rows(bench: LoadBench) -> list[tuple[str, ...]]:
-    """A row for each point; times in milliseconds, tok/s of all requests and of one."""
-    found = []
+    """A row for each point; times in milliseconds, tok/s of all requests and of each."""
+    found: list[tuple[str, ...]] = []
     for point in bench.points:
-        first, gap, itl = point.first_token, point.chunk_gap, point.inter_token
+        gap = point.chunk_gap
         found.append(
             (
                 point.server,
@@ -624,12 +629,10 @@ def rows(bench: LoadBench) -> list[tuple[str, ...]]:
                 f"{point.tokens_per_second:.1f}",
                 _number(point.request_tokens_per_second),
                 f"{point.accept_length:.2f}" if point.accept_length else "",
-                *(_ms(first.percentile(one)) for one in (50, 99)),
-                *(_ms(itl.percentile(one)) for one in (50, 90, 99)),
-                _ms(gap.percentile(99)),
-                _ms(gap.largest if gap.count else None),
-                str(point.answers),
-                str(point.failed),
+                _several(point.first_token.percentile(one) for one in (50, 99)),
+                _several(point.inter_token.percentile(one) for one in PERCENTILES),
+                _several((gap.percentile(99), gap.largest if gap.count else None)),
+                f"{point.answers}{f', {point.failed} failed' if point.failed else ''}",
                 _verdict(bench, point),
             )
         )
@@ -640,6 +643,12 @@ def rows(bench: LoadBench) -> list[tuple[str, ...]]:
         for name, said in bench.failed.items()
     ]
     return found
+
+
+def _several(times: Iterable[float | None]) -> str:
+    """Milliseconds with slashes between; nothing where nothing was timed."""
+    found = [_ms(one) for one in times]
+    return "/".join(found) if all(found) else ""
 
 
 def window_rows(bench: LoadBench) -> list[tuple[str, ...]]:
@@ -695,7 +704,11 @@ def _times(found: Mapping[str, float | int | None], which: int) -> str:
 
 
 def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{1e3 * seconds:.4g}"
+    """Three digits, and no exponent."""
+    if seconds is None:
+        return ""
+    value = 1e3 * seconds
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _number(value: float | None) -> str:
@@ -705,7 +718,7 @@ def _number(value: float | None) -> str:
 def _verdict(bench: LoadBench, point: Point) -> str:
     """What the tokens of a point are worth."""
     if point.why:
-        return f"ended early: {point.why}"
+        return point.why
     judged = bench.judged(point)
     if not judged:
         return "not compared"

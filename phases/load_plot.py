@@ -110,7 +110,10 @@ def _plot(name: str, values: Sequence[float | None], cells: int, last: str, most
 
 
 def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1e3 * seconds:.3g} ms"
+    if seconds is None:
+        return "-"
+    value = 1e3 * seconds
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
 
 
 class LineScreen:
