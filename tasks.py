@@ -979,6 +979,7 @@ def _load_plan(
 def _bench_load(plan: Plan, as_json: bool, *, url: str | None = None, **servers: Any) -> ExitCode:
     """A load test from its plots to its tables."""
     from phases import bench_load as work
+    from phases import load_table as table
     from phases.load_plot import screen_for
 
     console = _console(stderr=True)
@@ -996,11 +997,11 @@ def _bench_load(plan: Plan, as_json: bool, *, url: str | None = None, **servers:
     if as_json:
         click.echo(file.read_text(encoding="utf-8"), nl=False)
     else:
-        _print_table(work.COLUMNS, work.rows(bench))
+        _print_table(table.COLUMNS, table.rows(bench))
         if plan.soak:
             click.echo()
-            _print_table(work.WINDOW_COLUMNS, work.window_rows(bench))
-        for line in work.remarks(bench):
+            _print_table(table.WINDOW_COLUMNS, table.window_rows(bench))
+        for line in table.remarks(bench):
             click.echo(line)
         click.echo(file if url else f"{file}; the servers' logs are in {file.with_suffix('')}")
     if bench.interrupted:

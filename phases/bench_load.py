@@ -19,15 +19,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import http.client
 import json
 import os
 import pathlib
 import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -40,8 +37,8 @@ from kdtree_engine.machine import Machine
 from phases.checkout import Checkout
 from phases.evidence import new_run_id, now
 from phases.load_client import ClientFailed, Order, Tick, running
-from phases.load_histogram import PERCENTILES
-from phases.load_point import Point, drift
+from phases.load_live import Live, told, vocabulary
+from phases.load_point import Point
 from phases.load_prompts import Prompts, drawn, read_prompts
 from phases.service import Answer, Service, ServiceFailed, Tokens, incomplete, serving
 from phases.service_scale import GPU, Scale, Start, Variant, kernel, launched, plain, triton
@@ -49,28 +46,13 @@ from phases.service_speed import LAYERS, speed_bound
 from phases.service_tokens import LIKELY, Difference, compare_answer, draw_prompts, tie_bound
 
 __all__ = [
-    "COLUMNS",
-    "WINDOW_COLUMNS",
-    "Live",
     "LoadBench",
     "Plan",
     "Screen",
     "bench_live",
     "bench_load",
     "parse_numbers",
-    "remarks",
-    "rows",
-    "window_rows",
 ]
-
-COLUMNS = (
-    *("server", "context", "load", "tok/s", "each", "acc"),
-    *("first p50/99", "itl p50/90/99", "gap p99/max", "answers", "tokens"),
-)
-WINDOW_COLUMNS = (
-    *("server", "context", "at s", "tok/s", "itl p50", "itl p99", "gap max"),
-    *("answers", "errors", "in flight", "slots"),
-)
 
 _JUDGED_FRESH = 8
 _AT_ONCE = 16
@@ -123,63 +105,6 @@ class Screen(Protocol):
 
     def ended(self, point: Point) -> None:
         """The point is measured."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Live(Service):
-    """A server that already runs, at any address."""
-
-    url: str = ""
-
-    @classmethod
-    def at(cls, url: str) -> Live:
-        """Raises ConfigError where this is no address of a server."""
-        try:
-            parts = urllib.parse.urlsplit(url)
-            right = parts.scheme in ("http", "https") and bool(parts.hostname)
-            right = right and not (parts.query or parts.fragment or parts.username)
-            port = parts.port or 0
-        except ValueError:
-            right, port = False, 0
-        if not right:
-            raise ConfigError(
-                f"{url!r} is no address of a server", remedy="write it as http://127.0.0.1:30000"
-            )
-        return cls(port, pathlib.Path(os.devnull), url=url.rstrip("/"))
-
-    def get(self, path: str) -> Any:
-        """What it says there, as JSON."""
-        return self._json(path, None)
-
-    def answer(self, body: bytes, likely: int) -> Answer:
-        """To one request; with its likely tokens where the server tells them."""
-        asked: dict[str, Any] = json.loads(body)
-        more = {"return_logprob": True, "top_logprobs_num": likely, "logprob_start_len": -1}
-        try:
-            return self._answer(self._json("/generate", asked | more), likely)
-        except ServiceFailed:  # some servers refuse probabilities, under speculation for one
-            return self._answer(self._json("/generate", asked), 0)
-
-    def _send(
-        self, path: str, body: Mapping[str, Any] | None, limit_s: float | None = None
-    ) -> bytes:
-        request = urllib.request.Request(
-            self.url + path,
-            data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        try:
-            with _DIRECT.open(request, timeout=limit_s or self.limit_s) as answer:
-                said: bytes = answer.read()
-                return said
-        except (OSError, http.client.HTTPException) as error:
-            raise ServiceFailed(
-                f"no answer from {self.url}: {error or type(error).__name__}"
-            ) from error
-
-
-# The client goes to the address that was named too, and through no proxy.
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclasses.dataclass
@@ -378,10 +303,9 @@ def bench_live(
     service = Live.at(url)
     bound = 2 * tie_bound(0, torch.bfloat16)
     bench = LoadBench(plan, _LIVE, None, None, (_LIVE,), bound)
-    bench.server = _told(service)
+    bench.server = told(service)
     if plan.file is None:
-        vocabulary = _vocabulary(bench.server)
-        scale = dataclasses.replace(GPU, vocabulary=vocabulary)
+        scale = dataclasses.replace(GPU, vocabulary=vocabulary(bench.server))
         prompts = _drawn(plan, scale)
     else:
         prompts = [(0, read_prompts(plan.file))]
@@ -493,6 +417,8 @@ def _measure(
             if point.why:
                 service.load()  # a server that is gone is asked for nothing more
     bench.leaked[name] = _leaked(service)
+    if bench.leaked[name] is None and not bench.live:
+        raise ServiceFailed(f"requests run on {_IDLE_S:g} s after the last one was answered")
 
 
 def _once(
@@ -573,161 +499,6 @@ def _leaked(service: Service) -> int | None:
         if time.monotonic() > deadline:
             return None if load.requests else load.used_slots
         time.sleep(0.2)
-
-
-def _told(service: Live) -> dict[str, Any]:
-    """What a live server says of itself, as far as it concerns figures.
-
-    Raises ServiceFailed where nothing of SGLang's answers.
-    """
-    model, info = service.get("/model_info"), {}
-    with contextlib.suppress(ServiceFailed):
-        info = service.get("/server_info")
-    if not isinstance(model, dict) or not isinstance(info, dict):
-        raise ServiceFailed(f"{service.url}: expected what SGLang says of its model")
-    names = (
-        *("attention_backend", "decode_attention_backend", "speculative_algorithm"),
-        *("speculative_num_draft_tokens", "tp_size", "dtype", "kv_cache_dtype"),
-        *("max_running_requests", "disable_cuda_graph", "incremental_streaming_output"),
-    )
-    return {
-        "url": service.url,
-        "model": model.get("model_path"),
-        "sglang": info.get("version"),
-        **{name: info[name] for name in names if name in info},
-    }
-
-
-def _vocabulary(server: Mapping[str, Any]) -> int:
-    """How many token ids the model has, from its config, where that lies on this machine.
-
-    Raises ConfigError where it does not, as a made-up id can be one that the model does not have.
-    """
-    path = pathlib.Path(str(server.get("model") or "")) / "config.json"
-    found: Any = None
-    with contextlib.suppress(OSError, ValueError):
-        config = json.loads(path.read_text(encoding="utf-8"))
-        found = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    if not isinstance(found, int) or found < 3:
-        raise ConfigError(
-            f"{path} does not tell how many tokens the model at {server.get('url')} knows",
-            remedy="name a file of prompts: --prompts FILE",
-        )
-    return found
-
-
-def rows(bench: LoadBench) -> list[tuple[str, ...]]:
-    """A row for each point; times in milliseconds, tok/s of all requests and of each."""
-    found: list[tuple[str, ...]] = []
-    for point in bench.points:
-        gap = point.chunk_gap
-        found.append(
-            (
-                point.server,
-                str(point.length or "file"),
-                point.load,
-                f"{point.tokens_per_second:.1f}",
-                _number(point.request_tokens_per_second),
-                f"{point.accept_length:.2f}" if point.accept_length else "",
-                _several(point.first_token.percentile(one) for one in (50, 99)),
-                _several(point.inter_token.percentile(one) for one in PERCENTILES),
-                _several((gap.percentile(99), gap.largest if gap.count else None)),
-                f"{point.answers}{f', {point.failed} failed' if point.failed else ''}",
-                _verdict(bench, point),
-            )
-        )
-    blank = ("",) * (len(COLUMNS) - 4)
-    # The last line of what a server said is the nearest to a reason.
-    found += [
-        (name, "", "failed", *blank, (said.strip() or "no message").splitlines()[-1])
-        for name, said in bench.failed.items()
-    ]
-    return found
-
-
-def _several(times: Iterable[float | None]) -> str:
-    """Milliseconds with slashes between; nothing where nothing was timed."""
-    found = [_ms(one) for one in times]
-    return "/".join(found) if all(found) else ""
-
-
-def window_rows(bench: LoadBench) -> list[tuple[str, ...]]:
-    """A row for each window of a soak."""
-    return [
-        (
-            point.server,
-            str(point.length or "file"),
-            f"{window.begun:.0f}",
-            f"{window.tokens_per_second:.1f}",
-            *(_ms(window.inter_token.percentile(one)) for one in (50, 99)),
-            _ms(window.chunk_gap.largest if window.chunk_gap.count else None),
-            str(window.answers),
-            str(window.errors),
-            str(window.in_flight),
-            "" if window.used_slots is None else str(window.used_slots),
-        )
-        for point in bench.points
-        for window in point.windows
-    ]
-
-
-def remarks(bench: LoadBench) -> list[str]:
-    """What a reader of the figures must know besides them."""
-    lines = [f"{point.where}: {why}" for point in bench.points if (why := point.client_bound)]
-    for point in bench.points:
-        lines += [f"{point.where}: {said}" for said in point.said]
-        needed = point.most_in_flight * (point.length + point.new_tokens)
-        slots = bench.slots.get(point.server, 0)
-        if 0 < slots < needed and bench.plan.fresh:
-            lines.append(
-                f"{point.where}: {slots} KV slots hold fewer than these requests at once; the "
-                "server lets some wait"
-            )
-        if len(point.windows) > 2:
-            found = drift(point.windows)
-            lines.append(
-                f"{point.where}: from the first third to the last tok/s x {_times(found, 0)}, itl "
-                f"p99 x {_times(found, 1)}; {found['silent']} windows without a token, longest gap "
-                f"{_ms(found['longest_gap'])} ms"
-            )
-    for name, slots_held in bench.leaked.items():
-        if slots_held:
-            lines.append(f"{name}: {slots_held} KV slots are in use with no request: they leaked")
-        elif slots_held is None:
-            lines.append(f"{name}: requests of others run, so leaked KV slots cannot be told")
-    return lines
-
-
-def _times(found: Mapping[str, float | int | None], which: int) -> str:
-    value = found[("tokens_per_second", "inter_token_p99")[which]]
-    return "?" if value is None else f"{value:.2f}"
-
-
-def _ms(seconds: float | None) -> str:
-    """Three digits, and no exponent."""
-    if seconds is None:
-        return ""
-    value = 1e3 * seconds
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
-
-
-def _verdict(bench: LoadBench, point: Point) -> str:
-    """What the tokens of a point are worth."""
-    if point.why:
-        return point.why
-    judged = bench.judged(point)
-    if not judged:
-        return "not compared"
-    found = bench.differences.get(point.where, [])
-    if not found:
-        return "equal"
-    wrong = [one for one in found if not one.near_tie]
-    what = f"{len(wrong)} differ" if wrong else f"{len(found)} near-ties"
-    return f"{what} of {judged} answers, {(wrong or found)[0].how}"
 
 
 def _document(bench: LoadBench, facts: Mapping[str, Any]) -> dict[str, Any]:

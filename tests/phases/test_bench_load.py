@@ -22,9 +22,11 @@ import tasks
 from kdtree_engine.errors import ConfigError, MissingError
 from kdtree_engine.machine import Gpu, Machine
 from phases import bench_load as bench
+from phases import load_table
 from phases.bench_load import LoadBench, Plan
 from phases.checkout import Checkout
 from phases.load_client import MEASURED, Tick
+from phases.load_live import Live
 from phases.load_point import Point
 from phases.service import Service, ServiceFailed
 
@@ -147,9 +149,9 @@ def test_every_server_is_measured_under_every_load(tmp_path: pathlib.Path) -> No
         assert one["accept_length"] == pytest.approx(7 / 2)
         assert one["windows"] == []
     assert document["leaked_slots"] == {"kdtree_mla-9": 0, "triton-plain": 0, "triton-9": 0}
-    table = bench.rows(found)
+    table = load_table.rows(found)
     assert len(table) == 6
-    assert all(len(row) == len(bench.COLUMNS) for row in table)
+    assert all(len(row) == len(load_table.COLUMNS) for row in table)
     assert {row[-1] for row in table} == {"equal"}
     logs = tmp_path / "state" / "bench" / found.run
     assert {path.name for path in logs.iterdir()} == {
@@ -187,11 +189,11 @@ def test_a_server_with_other_tokens_is_not_right(tmp_path: pathlib.Path) -> None
     found, document = benched(tmp_path, wrong)
     assert not found.right
     assert document["points"][0]["differences"][0]["step"] == 7
-    assert "differ of" in bench.rows(found)[0][-1]
+    assert "differ of" in load_table.rows(found)[0][-1]
     near, document = benched(tmp_path, PacedStart(kdtree_mla_trees=PacedServer("near-tie")))
     assert near.right
     assert document["points"][0]["differences"][0]["near_tie"]
-    assert "near-ties of" in bench.rows(near)[0][-1]
+    assert "near-ties of" in load_table.rows(near)[0][-1]
 
 
 @pytest.mark.parametrize("fault", ["closes", "short", "error"])
@@ -202,8 +204,8 @@ def test_errors_and_short_answers_are_not_right(tmp_path: pathlib.Path, fault: s
     last = document["points"][-1]
     assert sum(last["errors"].values()) > 0
     assert not last["right"]
-    assert "failed" in bench.rows(found)[-1][-2]
-    assert any(fault[:5] in line for line in bench.remarks(found))
+    assert "failed" in load_table.rows(found)[-1][-2]
+    assert any(fault[:5] in line for line in load_table.remarks(found))
 
 
 def test_a_server_that_does_not_start_is_on_record_and_the_others_go_on(
@@ -214,8 +216,8 @@ def test_a_server_that_does_not_start_is_on_record_and_the_others_go_on(
     assert not found.right
     assert "no such thing" in document["failed"]["kdtree_mla-9"]
     assert {one["server"] for one in document["points"]} == {"triton-plain", "triton-9"}
-    assert bench.rows(found)[-1][-1] == "no such thing"
-    assert all(len(row) == len(bench.COLUMNS) for row in bench.rows(found))
+    assert load_table.rows(found)[-1][-1] == "no such thing"
+    assert all(len(row) == len(load_table.COLUMNS) for row in load_table.rows(found))
 
 
 def test_slots_that_stay_in_use_are_not_right(
@@ -225,7 +227,19 @@ def test_slots_that_stay_in_use_are_not_right(
     found, document = benched(tmp_path, PacedStart(triton=PacedServer("leaks")))
     assert not found.right
     assert document["leaked_slots"]["triton-plain"] == 7
-    assert "triton-plain: 7 KV slots are in use with no request" in bench.remarks(found)[-1]
+    assert "triton-plain: 7 KV slots are in use with no request" in load_table.remarks(found)[-1]
+
+
+def test_a_request_that_never_ends_is_not_right(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "_IDLE_S", 0.5)
+    found, document = benched(tmp_path, PacedStart(triton=PacedServer("runs on")))
+    assert not found.right
+    assert "requests run on" in document["failed"]["triton-plain"]
+    others, _ = live(tmp_path, PacedServer("runs on"))  # there they may be another caller's
+    assert others.right
+    assert "cannot be told" in load_table.remarks(others)[-1]
 
 
 def test_a_soak_has_windows(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,10 +253,10 @@ def test_a_soak_has_windows(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPa
     assert len(one["windows"]) >= 2
     assert all(window["used_slots"] == 0 for window in one["windows"][:-1])
     assert sum(window["seconds"] for window in one["windows"]) == pytest.approx(one["seconds"])
-    table = bench.window_rows(found)
-    assert all(len(row) == len(bench.WINDOW_COLUMNS) for row in table)
+    table = load_table.window_rows(found)
+    assert all(len(row) == len(load_table.WINDOW_COLUMNS) for row in table)
     assert len(table) >= 6
-    assert any("from the first third to the last" in line for line in bench.remarks(found))
+    assert any("from the first third to the last" in line for line in load_table.remarks(found))
 
 
 def test_fresh_prompts_are_new_to_every_request_and_the_first_are_judged(
@@ -266,7 +280,7 @@ def test_rates_are_points_too(tmp_path: pathlib.Path) -> None:
     assert found.right
     assert [one["rate"] for one in document["points"]] == [20.0] * 3
     assert document["points"][0]["concurrency"] is None
-    assert bench.rows(found)[0][2] == "20/s"
+    assert load_table.rows(found)[0][2] == "20/s"
 
 
 def test_an_interrupt_keeps_what_was_measured_and_ends_the_server(tmp_path: pathlib.Path) -> None:
@@ -310,7 +324,7 @@ def test_what_load_moves_of_a_live_server_is_told_and_decides_nothing(
 ) -> None:
     found, _ = live(tmp_path, PacedServer("wrong", *more))
     assert found.right
-    assert "differ of" in bench.rows(found)[0][-1]
+    assert "differ of" in load_table.rows(found)[0][-1]
     assert not live(tmp_path, PacedServer("short", every=2))[0].right
 
 
@@ -322,7 +336,7 @@ def test_a_live_server_is_asked_for_the_prompts_of_a_file(tmp_path: pathlib.Path
     found, document = live(tmp_path, server, plan)
     assert found.right
     assert {body["text"] for body in server.streamed} == {"once upon", "a time"}
-    assert bench.rows(found)[0][1] == "file"
+    assert load_table.rows(found)[0][1] == "file"
     assert document["plan"]["file"] == str(file)
 
 
@@ -345,7 +359,7 @@ def test_a_model_that_is_not_here_needs_a_file(tmp_path: pathlib.Path) -> None:
 )
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="is no address"):
-        bench.Live.at(url)
+        Live.at(url)
 
 
 @pytest.mark.parametrize("text", ["", "0", "a", "1,,2", "-1", "1.5", "1e9"])

@@ -35,7 +35,7 @@ class PacedServer:
 
     faults, of every `every`-th request: `http 500`, `error`, `abort`, `closes`, `resets`, `hangs`,
     `short`, `garbage`; of all requests: `wrong` (the last streamed token), `near-tie` (the third),
-    `leaks`, `silent` (no byte at all), `no probabilities`.
+    `leaks`, `runs on` (a request that never ends), `silent` (no byte at all), `no probabilities`.
     """
 
     def __init__(
@@ -127,7 +127,8 @@ class PacedServer:
         if path == "/v1/loads":
             slots = {"num_used_tokens": 7 if "leaks" in self.faults else 0}
             slots["max_total_num_tokens"] = 4096
-            return {"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0, **slots}]}
+            slots["num_running_reqs"] = 1 if "runs on" in self.faults else 0
+            return {"loads": [{"num_waiting_reqs": 0, **slots}]}
         if path == "/gaps":
             return self.gaps.as_json()
         return {"model_path": self.model, "version": "0.5.23", "tp_size": 1}
