@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kdtree_engine.machine import Machine
+    from phases.bench_load import Plan
     from phases.checkout import Checkout
     from phases.evidence import Record, Store
     from phases.phase import Phase
@@ -100,12 +101,22 @@ The column accepted is of tokens a verification gave; two servers with trees are
 only where it is alike. The last column says whether the tokens are those of no speculation, and
 where not, at which one they part, and whether that was a near-tie.
 
+Under load (--concurrency, --rate, --soak, --url) requests are streamed, and repeat prompts that the
+server has answered before. Times are in milliseconds. tok/s is of all requests together, each is
+of one, first is the time to the first token. With speculation a chunk has several tokens: gap is
+the time between two chunks, and itl that gap shared by the second one's tokens, as SGLang's own
+bench has it. The last column says whether the answers are those of no speculation; of --url, those
+of the same server to each prompt alone, which is told and decides nothing. On a terminal it is
+plotted while it runs. Ctrl-C keeps what was measured.
+
 \b
 Exit codes:
   0    every server was measured, and gave the right tokens
-  1    a server gave other tokens, or could not be measured
-  2    wrong usage or configuration
+  1    a server gave other tokens, or could not be measured; under load: or a request failed, an
+       answer was short, or KV slots stayed in use
+  2    wrong usage or configuration, or nothing answers at the URL
   3    no GPU, or no SGLang
+  130  interrupted; what was measured under load is kept
 """
 
 
@@ -862,27 +873,73 @@ def bench_kernel(
     show_default=True,
     help="Tokens that are decoded and timed.",
 )
+@click.option(
+    "--concurrency",
+    metavar="N,N,...",
+    help="Load: so many requests in flight, one point after the other, as 1,4,16.",
+)
+@click.option("--rate", metavar="R,R,...", help="Load: so many requests a second, as they come.")
+@click.option(
+    "--soak",
+    type=_FiniteRange(1),
+    metavar="SECONDS",
+    help="Load: one point (default: 16 in flight) for so long, in windows.",
+)
+@click.option("--url", help="Load on a server that already runs, and on no other.")
+@click.option(
+    "--seconds",
+    type=_FiniteRange(1),
+    default=20.0,
+    show_default=True,
+    help="Of each point of --concurrency and --rate, at least.",
+)
+@click.option("--fresh", is_flag=True, help="Load with a new prompt, to be prefilled, each time.")
+@click.option(
+    "--prompts",
+    type=click.Path(exists=True, dir_okay=False, path_type=pathlib.Path),
+    help="With --url: prompts from a file of JSON lines, each with input_ids or text.",
+)
+@click.option(
+    "--silence",
+    type=_FiniteRange(0, min_open=True),
+    default=120.0,
+    show_default=True,
+    help="Seconds without a byte after which a request under load has failed.",
+)
 @_json_option
 @click.pass_context
 def bench_serve(
     ctx: click.Context,
+    /,
     lengths: tuple[int, ...],
     nodes: int,
     eager: bool,
     new_tokens: int,
     as_json: bool,
+    **load: Any,
 ) -> None:
-    """Decode tok/s of SGLang on this GPU: on the kernel, on Triton, and without speculation."""
+    """Decode tok/s of SGLang on this GPU: on the kernel, on Triton, and without speculation.
+
+    One request at a time, or under load.
+    """
     from phases import bench_serve as work
     from phases.requirement import Requirement
     from phases.serve import require_sglang
     from phases.service import server_python
     from phases.service_scale import GPU
 
+    under_load = any(load[name] for name in ("concurrency", "rate", "soak", "url"))
+    plan = _load_plan(sorted(set(lengths)), new_tokens, **load) if under_load else None
+    if plan is None and (load["fresh"] or load["prompts"]):
+        raise click.UsageError("--fresh and --prompts are of a load: add --concurrency or --url")
+    if plan is not None and load["url"]:
+        ctx.exit(_bench_load(plan, as_json, url=load["url"]))
     checkout, machine = _checkout(), _this_machine()
     if (lack := Requirement.GPU.missing(machine)) is not None:
         raise MissingError(lack, remedy=Requirement.GPU.remedy)
     require_sglang(server_python())
+    if plan is not None:
+        ctx.exit(_bench_load(plan, as_json, nodes=nodes, graphs=not eager))
     bench, file = work.bench_serve(
         sorted(set(lengths)) or GPU.speed_lengths,
         nodes=nodes,
@@ -899,6 +956,78 @@ def bench_serve(
         _print_table(work.COLUMNS, work.rows(bench))
         click.echo(f"{file}; the servers' logs are in {file.with_suffix('')}")
     ctx.exit(ExitCode.PASSED if bench.right else ExitCode.FAILED)
+
+
+def _load_plan(
+    lengths: Sequence[int],
+    new_tokens: int,
+    *,
+    concurrency: str | None,
+    rate: str | None,
+    soak: float | None,
+    url: str | None,
+    seconds: float,
+    fresh: bool,
+    prompts: pathlib.Path | None,
+    silence: float,
+) -> Plan:
+    """What the options ask for. Raises UsageError where they contradict each other."""
+    from phases.bench_load import Plan, parse_numbers
+
+    if concurrency and rate:
+        raise click.UsageError("--concurrency and --rate are two ways to load: name one")
+    if prompts and (not url or lengths or fresh):
+        raise click.UsageError("--prompts goes with --url, and without --length and --fresh")
+    usual = "16" if soak else "1,2,4,8,16"
+    many = () if rate else parse_numbers(concurrency or usual, "--concurrency", whole=True)
+    rates = parse_numbers(rate, "--rate", whole=False) if rate else ()
+    if soak and len(many) + len(rates) > 1:
+        raise click.UsageError("--soak is of one load: one number of --concurrency or --rate")
+    return Plan(
+        (0,) if prompts else tuple(lengths) or (1024,),
+        tuple(map(int, many)),
+        rates,
+        seconds=soak or seconds,
+        soak=bool(soak),
+        new_tokens=new_tokens,
+        prompts=max(4, *map(int, many)) if many else 16,
+        fresh=fresh,
+        file=prompts,
+        silence_s=silence,
+    )
+
+
+def _bench_load(plan: Plan, as_json: bool, *, url: str | None = None, **servers: Any) -> ExitCode:
+    """A load test from its plots to its tables."""
+    from phases import bench_load as work
+    from phases import load_table as table
+    from phases.load_plot import screen_for
+
+    console = _console(stderr=True)
+    with screen_for(console, functools.partial(click.echo, err=True)) as screen:
+        facts: dict[str, Any] = {
+            "checkout": _checkout(),
+            "machine": _this_machine(),
+            "command": ["kd", *sys.argv[1:]],
+            "screen": screen,
+        }
+        if url:
+            bench, file = work.bench_live(url, plan, **facts)
+        else:
+            bench, file = work.bench_load(plan, **servers, **facts)
+    if as_json:
+        click.echo(file.read_text(encoding="utf-8"), nl=False)
+    else:
+        _print_table(table.COLUMNS, table.rows(bench))
+        if plan.soak:
+            click.echo()
+            _print_table(table.WINDOW_COLUMNS, table.window_rows(bench))
+        for line in table.remarks(bench):
+            click.echo(line)
+        click.echo(file if url else f"{file}; the servers' logs are in {file.with_suffix('')}")
+    if bench.interrupted:
+        raise KeyboardInterrupt
+    return ExitCode.PASSED if bench.right else ExitCode.FAILED
 
 
 @bench_group.command("frag", epilog=BENCH_FRAG_EPILOG)
