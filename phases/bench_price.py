@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from kdtree_engine.atomic import write_atomically
 from kdtree_engine.machine import Machine
@@ -27,7 +28,13 @@ COLUMNS = (
     *(f"runs of {length}" for length in PLAN.run_lengths),
 )
 
-Measure = Callable[[Context], Sequence[Figure]]
+Keep = Callable[[Sequence[Figure]], None]
+
+
+class Measure(Protocol):
+    """What is timed: `run_length_price`, which calls `keep` with the figures so far."""
+
+    def __call__(self, ctx: Context, /, *, keep: Keep) -> Sequence[Figure]: ...
 
 
 def bench_price(
@@ -41,28 +48,36 @@ def bench_price(
 ) -> tuple[list[Figure], pathlib.Path]:
     """The figures of the gate, and the file that holds them beside what they say by run length.
 
+    The file is written after each series, so that one which fails leaves those before it; `whole`
+    in it is true once all are there.
+
     Raises what the gate does: GateFailure where an output was wrong, ImplausibleTiming for a time
     that cannot be true, MissingError where the GPU's memory is too small.
     """
-    started = now().isoformat()
-    figures = list(measure(Context(seed=seed, scratch=checkout.scratch, progress=progress)))
-    run = new_run_id()
+    run, started = new_run_id(), now().isoformat()
     revision, dirty = checkout.revision()
-    document = {
-        "version": 1,
-        "run": run,
-        "command": list(command),
-        "started": started,
-        "seed": seed,
-        "revision": revision,
-        "dirty": dirty,
-        "machine": machine.as_json(),
-        "environment": engine_environment(),
-        "series": price_series_json(price_series(figures)),
-        "figures": [FigureRecord.of(figure).model_dump(mode="json") for figure in figures],
-    }
     file = checkout.state / "bench" / f"{run}.json"
-    write_atomically(file, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+
+    def write(figures: Sequence[Figure], whole: bool) -> None:
+        document = {
+            "version": 1,
+            "run": run,
+            "whole": whole,
+            "command": list(command),
+            "started": started,
+            "seed": seed,
+            "revision": revision,
+            "dirty": dirty,
+            "machine": machine.as_json(),
+            "environment": engine_environment(),
+            "series": price_series_json(price_series(figures)),
+            "figures": [FigureRecord.of(figure).model_dump(mode="json") for figure in figures],
+        }
+        write_atomically(file, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+
+    ctx = Context(seed=seed, scratch=checkout.scratch, progress=progress)
+    figures = list(measure(ctx, keep=lambda figures: write(figures, False)))
+    write(figures, True)
     return figures, file
 
 

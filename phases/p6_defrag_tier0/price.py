@@ -34,7 +34,8 @@ _US = Unit.MICROSECONDS
 _POOLS_AT_ONCE = 6
 """The buffers of three calls, what was drawn first and last, and what is being drawn."""
 _LAYERS_AT_ONCE = 8
-"""The same of a compaction, whose output is its pools: a copy of them, and what they must be."""
+"""The same of a compaction, whose output is its pools: a copy of them, and what they must be. The
+timer keeps a copy of each timed call's output on top, which is small of what else is timed."""
 _OTHER_BYTES = 6_000_000_000
 """More than the oracle holds in float64 at 204,800 tokens, and the flush of the caches."""
 _SHARE_OF_MEMORY = 0.9
@@ -85,6 +86,7 @@ def run_length_price(
     repeats: int = 30,
     timer: Timer = time_operation,
     free_bytes: int | None = None,
+    keep: Callable[[Sequence[Figure]], None] = lambda figures: None,
 ) -> list[Figure]:
     """Cold times by run length, and what each costs over contiguous slots; no threshold on that.
 
@@ -92,10 +94,12 @@ def run_length_price(
     a price below the distance between those times is noise. A wrong output fails the gate.
 
     free_bytes: of the device's memory; None: what it says, and without limit on a CPU.
+    keep: called with the figures so far, after each series.
     Raises MissingError where too little memory is free; ValueError where a figure is missing.
     """
     require_current_library(device)
-    pool, layer_pool = _sizes(plan, _free(device) if free_bytes is None else free_bytes)
+    free = _free(device) if free_bytes is None else free_bytes
+    pool, layer_pool = _sizes(plan, free, _LAYERS_AT_ONCE + repeats)
     clock = _Clock(ctx, device, timer, repeats, copy_bandwidth(device), _readings(plan))
     figures: list[Figure] = []
     for context in plan.contexts:
@@ -103,7 +107,9 @@ def run_length_price(
             regime = Regime(1, plan.heads, nodes, context)
             subject = Verify(regime, candidate, device)
             figures += clock.series(subject, pool, windows, plan.run_lengths)
+            keep(figures)
         figures += clock.series(Gather(context, device), pool, plan.gather, plan.run_lengths)
+        keep(figures)
     copies = Compaction(plan.layers, plan.tree, device)
     figures += clock.series(copies, layer_pool, (None,), (1,))
     _require_complete(plan, pool, figures)
@@ -122,8 +128,11 @@ def _free(device: torch.device) -> int | None:
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
 
 
-def _sizes(plan: PricePlan, free_bytes: int | None) -> tuple[int, int]:
-    """Slots of the pool, and of each layer's pool that is compacted: what the memory allows."""
+def _sizes(plan: PricePlan, free_bytes: int | None, layers_at_once: int) -> tuple[int, int]:
+    """Slots of the pool, and of each layer's pool that is compacted: what the memory allows.
+
+    layers_at_once: copies of all the layers' pools that are held while a compaction is timed.
+    """
     tokens = max(plan.contexts) + max(plan.trees)
     least = max(
         slots_needed(tokens, tokens),
@@ -134,11 +143,11 @@ def _sizes(plan: PricePlan, free_bytes: int | None) -> tuple[int, int]:
         return plan.pool, plan.layer_pool
     room = int(_SHARE_OF_MEMORY * free_bytes)
     pool = min(plan.pool, (room - _OTHER_BYTES) // (_POOLS_AT_ONCE * ROW_BYTES))
-    layer_pool = min(plan.layer_pool, room // (_LAYERS_AT_ONCE * plan.layers * ROW_BYTES))
+    layer_pool = min(plan.layer_pool, room // (layers_at_once * plan.layers * ROW_BYTES))
     if pool < least or layer_pool < layer_least:
         wanted = max(
             _OTHER_BYTES + least * _POOLS_AT_ONCE * ROW_BYTES,
-            layer_least * _LAYERS_AT_ONCE * plan.layers * ROW_BYTES,
+            layer_least * layers_at_once * plan.layers * ROW_BYTES,
         )
         raise MissingError(
             f"{free_bytes / 1e9:.1f} GB of the GPU's memory are free, and a pool of {least} slots "

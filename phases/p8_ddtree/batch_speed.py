@@ -22,13 +22,13 @@ from phases.p8_ddtree.gpu_host import (
     TREES,
     Variant,
     documents,
+    near_ties,
     variant_server,
 )
 from phases.p8_ddtree.models import models_of
 from phases.service import Answer, Service, ServiceFailed, Tokens, incomplete, serving
 from phases.service_scale import GPU, Scale, Start
-from phases.service_speed import speed_bound
-from phases.service_tokens import LIKELY, compare_answer
+from phases.service_tokens import LIKELY, Key, compare_answer, rounding
 from phases.trained_models import TrainedModels
 
 __all__ = ["GPU_POINTS", "BatchSpeed", "Points", "batch_speed", "lengthened", "speed", "starts"]
@@ -221,17 +221,22 @@ def _least(found: _Found, ours: Variant, other: Variant, batch: int | None = Non
 
 def _demand_tokens(found: _Found, scale: Scale, figures: list[Figure]) -> None:
     """Raises GateFailure where a server was timed at other tokens than those of no speculation."""
-    bound = speed_bound(scale)
+    reference = _keyed(found[PLAIN])
+    bounds = near_ties(rounding(reference), scale.dtype)
     for variant, speeds in found.items():
-        for (length, batch), one in speeds.items():
-            reference = found[PLAIN][length, batch].answers
-            for number, (answer, wanted) in enumerate(zip(one.answers, reference, strict=True)):
-                where = f"{variant.name} at {length} x {batch}, answer {number}"
-                _, other = compare_answer(where, answer.tokens, wanted, bound)
-                if other is not None and not other.near_tie:
-                    raise GateFailure(
-                        FailureKind.TOKEN_MISMATCH, f"beyond rounding: {other}", figures
-                    )
+        for key, answer in _keyed(speeds).items():
+            place = f"{variant.name} {key}"
+            _, other = compare_answer(place, answer.tokens, reference[key], bounds[key.length])
+            if other is not None and not other.near_tie:
+                raise GateFailure(FailureKind.TOKEN_MISMATCH, f"beyond rounding: {other}", figures)
+
+
+def _keyed(speeds: Mapping[_Point, BatchSpeed]) -> dict[Key, Answer]:
+    return {
+        Key(length, batch, number): answer
+        for (length, batch), one in speeds.items()
+        for number, answer in enumerate(one.answers)
+    }
 
 
 def _demand_speed(found: _Found, figures: list[Figure]) -> None:

@@ -13,6 +13,8 @@ import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
+
 from phases.candidates import require_current_library
 from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
 from phases.p8_ddtree.models import models_of
@@ -26,7 +28,7 @@ from phases.service_tokens import (
     demand,
     figures_of,
     rounding,
-    tie_bounds,
+    tie_bound,
 )
 from phases.trained_models import TrainedModels, prompts
 
@@ -42,6 +44,7 @@ __all__ = [
     "documents",
     "eager_tokens",
     "graph_tokens",
+    "near_ties",
     "tree_server",
     "variant_server",
 ]
@@ -49,6 +52,7 @@ __all__ = [
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _GRAPHS = (1, 2, 4, 8, 16)
 _BUDGET, _TOP_K = 32, 8
+_NOISIEST = 0.5  # of a log probability
 _DRAFT_REPLAY = re.compile(r"Decode graph replay: worker=draft .*mode=TARGET_VERIFY raw_bs=(\d+)")
 
 
@@ -145,8 +149,7 @@ def _tokens(
         if variant.algorithm is not None and scale.graphs:
             verified = sum(answer.verified for answer in found[variant].values())
             figures += _all_in_graphs(variant, plain_text(log), verified)
-    noise = rounding(found[PLAIN])
-    bounds = tie_bounds(noise, scale.dtype)
+    bounds = near_ties(rounding(found[PLAIN]), scale.dtype)
     comparisons = [
         compare(variant.name, answers, found[PLAIN], bounds, stock=variant == CHAIN)
         for variant, answers in found.items()
@@ -155,6 +158,25 @@ def _tokens(
     figures = [*figures_of(comparisons, bounds), *figures]
     demand(*comparisons, figures=figures)
     return figures
+
+
+def near_ties(noise: Mapping[int, float], dtype: torch.dtype) -> dict[int, float]:
+    """How much less likely another token may be, by prompt length: one bound for all lengths.
+
+    noise: how much one server moves its own tokens, by prompt length. A trained model's logits lie
+    tens apart, and 16 bits move them as much further than a drawn model's; few tokens are near a
+    tie at all, so few of the largest changes are seen, and one length's count for the others.
+
+    Raises GateFailure where the reference alone is so uneven that nothing could be told.
+    """
+    most = max(noise.values())
+    if most > _NOISIEST:
+        raise GateFailure(
+            FailureKind.NUMERICAL,
+            f"the reference differs from itself by {most:.3f} from batch to batch, expected at "
+            f"most {_NOISIEST}",
+        )
+    return dict.fromkeys(noise, max(2 * most, tie_bound(0, dtype)))
 
 
 def _all_in_graphs(variant: Variant, log: str, verified: int) -> list[Figure]:

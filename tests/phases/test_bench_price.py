@@ -36,7 +36,7 @@ FIGURES = [
 
 
 def benched(root: pathlib.Path, state: pathlib.Path, **options: Any) -> Any:
-    def measure(ctx: Context) -> Sequence[Figure]:
+    def measure(ctx: Context, *, keep: bench.Keep) -> Sequence[Figure]:
         assert ctx.seed == 7
         return FIGURES
 
@@ -62,6 +62,24 @@ def test_the_file_holds_prices_by_run_length_and_all_figures(
     assert series["price_us"] == pytest.approx({"1": 0.4, "8": -0.1})
     assert [one["name"] for one in document["figures"]] == [figure.name for figure in figures]
     assert (document["machine"]["hostname"], document["seed"]) == ("here", 7)
+    assert document["whole"]
+
+
+def test_what_was_timed_before_a_failure_is_kept(
+    root: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """Figures without the headline, which needs all of them."""
+
+    def measure(ctx: Context, *, keep: bench.Keep) -> Sequence[Figure]:
+        keep(FIGURES[1:])
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError):
+        benched(root, tmp_path, measure=measure)
+    (file,) = (tmp_path / "bench").glob("*.json")
+    document = json.loads(file.read_text())
+    assert not document["whole"]
+    assert document["series"][0]["price_us"] == pytest.approx({"1": 0.4, "8": -0.1})
 
 
 def test_a_row_has_a_column_for_each_run_length() -> None:
@@ -83,7 +101,7 @@ def test_a_wrong_output_leaves_no_file_and_fails(
     capsys: pytest.CaptureFixture[str],
     failure: Exception,
 ) -> None:
-    def measure(ctx: Context) -> Sequence[Figure]:
+    def measure(ctx: Context, *, keep: bench.Keep) -> Sequence[Figure]:
         raise failure
 
     def command(**_: Any) -> Any:

@@ -222,11 +222,15 @@ def test_a_time_that_is_missing_or_no_number_does_not_pass(
 
 
 def test_the_pool_is_as_large_as_the_memory_allows() -> None:
-    assert price._sizes(price.PLAN, 140_000_000_000) == (4_000_000, 65_536)
-    pool, layer_pool = price._sizes(price.PLAN, 24_000_000_000)
+    assert price._sizes(price.PLAN, 140_000_000_000, 8) == (4_000_000, 65_536)
+    pool, layer_pool = price._sizes(price.PLAN, 24_000_000_000, 8)
     assert 1_000_000 < pool < 4_000_000
     assert 10_000 < layer_pool < 65_536
-    assert price._sizes(price.PLAN, None) == (4_000_000, 65_536)
+    assert price._sizes(price.PLAN, None, 8) == (4_000_000, 65_536)
+    # What the timer holds of thirty compactions beside: an H200 ran out at 65,536 slots a layer.
+    _, layer_pool = price._sizes(price.PLAN, 148_000_000_000, 38)
+    assert 38 * 61 * layer_pool * 1152 < 0.9 * 148_000_000_000
+    assert 40_000 < layer_pool < 65_536
 
 
 def test_a_card_that_is_too_small_is_said_so(ctx: Context) -> None:

@@ -143,7 +143,7 @@ def test_a_tree_that_does_not_pay_fails_the_gate(
 def test_other_tokens_are_other_work(
     clock: Clock, models: TrainedModels, tmp_path: pathlib.Path
 ) -> None:
-    with pytest.raises(GateFailure, match="beyond rounding: adaptive trees at 64 x 1") as caught:
+    with pytest.raises(GateFailure, match="beyond rounding: adaptive trees L=64 B=1 #0") as caught:
         gate(clock, models, tmp_path / "gate", adaptive={"accepts": 6, "wrong": 1})
     assert caught.value.kind is FailureKind.TOKEN_MISMATCH
 

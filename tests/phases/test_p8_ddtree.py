@@ -235,6 +235,14 @@ def test_the_limit_of_chi_square(freedom: int, surprise: float, expected: float)
     assert chi_square_limit(freedom, surprise) == pytest.approx(expected, rel=1e-4)
 
 
+def test_what_is_a_near_tie_at_one_length_is_one_at_all() -> None:
+    assert gpu_host.near_ties({64: 0.01, 3000: 0.3}, torch.bfloat16) == {64: 0.6, 3000: 0.6}
+    least = 4 * torch.finfo(torch.bfloat16).eps  # a step between logits, where nothing moved
+    assert gpu_host.near_ties({64: 0.0}, torch.bfloat16) == {64: least}
+    with pytest.raises(GateFailure, match=r"differs from itself by 0\.510"):
+        gpu_host.near_ties({64: 0.51, 3000: 0.0}, torch.bfloat16)
+
+
 GRAPHS = "Decode graph replay: worker=target key_size=2 (bs) mode=TARGET_VERIFY raw_bs=1\n"
 DRAFTS = GRAPHS.replace("target", "draft")
 STEP = "Decode batch, cuda graph: True, gen\n"
