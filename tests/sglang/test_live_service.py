@@ -11,6 +11,7 @@ them can be run alone too.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import pathlib
 import shutil
 import signal
@@ -316,6 +317,19 @@ def test_back_twice_and_stopped_on_purpose(live: Live) -> None:
     assert (outcome.result, outcome.text) == ("off", "stock SGLang is stopped, on purpose")
     assert live.service.manager.status().pid is None
     assert live.releases.promotions()["stopped"] is not None
+
+
+def test_the_live_service_profiles_itself(live: Live, tmp_path: pathlib.Path) -> None:
+    """Over SSH: the trace comes here, and nothing of it stays there."""
+    release = live.good()
+    asked = {"name": "here-48-1", "context": 48, "batch": 1, "steps": 3, "vocabulary": 480}
+    found = live.service.profile({**asked, "seed": 1, "new_tokens": 4096}, tmp_path)
+    (trace,) = map(pathlib.Path, found["traces"])
+    assert trace.parent == tmp_path
+    assert b"step[VERIFY" in gzip.decompress(trace.read_bytes())
+    assert found["server"]["attention_backend"] == "kdtree_mla"
+    assert list((pathlib.Path(live.host.root) / "profiles").iterdir()) == []
+    live.serves(release)
 
 
 def test_no_secret_is_anywhere_but_where_the_host_keeps_it(live: Live) -> None:
