@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import pathlib
 import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from kdtree_engine.errors import ConfigError, MissingError
 from phases.registry import find_phase, load_phases
 from phases.serve import require_sglang, serve_line
+from phases.service_scale import GPU, kernel, launched
 from remote.inventory import Service
 
 
@@ -66,3 +71,21 @@ def test_a_python_without_sglang_is_named() -> None:
     except ImportError:
         with pytest.raises(MissingError, match="SGLang is not installed for"):
             require_sglang(sys.executable)
+
+
+@pytest.mark.parametrize(("number", "graphs"), [("3", False), ("4", True)])
+def test_the_gates_serve_with_what_a_person_serves_with(number: str, graphs: bool) -> None:
+    """What `kd serve --phase N` adds is part of what a gate of that phase starts a server with."""
+    started: list[str] = []
+
+    @contextlib.contextmanager
+    def start(arguments: Sequence[str], **options: Any) -> Iterator[None]:
+        started.extend(arguments)
+        yield
+
+    place = pathlib.Path("model")
+    with launched(GPU, kernel(9), model=place, log=place, start=start, graphs=graphs):
+        pass
+    profile = find_phase(load_phases(), number).profile
+    assert set(profile.arguments) <= set(started)
+    assert profile.environment == {}
