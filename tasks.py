@@ -1526,12 +1526,13 @@ def profile_command(
 
 
 def _profile_points(contexts: str, batches: str) -> list[Any]:
-    from phases.profile_run import Point, parse_counts
+    from phases.numbers import counts, lengths
+    from phases.profile_run import Point
 
     return [
         Point(context, batch)
-        for context in parse_counts(contexts, "--context", 1 << 20)
-        for batch in parse_counts(batches, "--batch", 1024)
+        for context in lengths(contexts, "--context", 1 << 20)
+        for batch in counts(batches, "--batch", 1024)
     ]
 
 
@@ -1801,6 +1802,7 @@ def moe(
     from kdtree_engine.moe.synthetic import SyntheticRouter
     from kdtree_engine.moe.trace import read_routing
     from phases import moe_imbalance as work
+    from phases.numbers import counts
 
     part = find_gpu(gpu)
     for kind, name, known in (
@@ -1809,7 +1811,7 @@ def moe(
     ):
         if name not in known:
             raise UnknownName(kind, name, known)
-    wanted = _batches(batches)
+    wanted = counts(batches, "--batch", 1024)
     part = _replaced(part, "the GPU's rates", bandwidth=(bandwidth, 1e12), flops=(flops, 1e12))
     between = _replaced(
         LINKS[link or part.link], "all-reduce", latency=(alpha, 1e-6), bandwidth=(beta, 1e9)
@@ -1844,17 +1846,6 @@ def moe(
     click.echo("every time is a prediction: no MoE layer was timed on any GPU")
     click.echo(f"rates of {part.name}: {part.source}")
     click.echo(f"all-reduce over {between.name}: {between.source}")
-
-
-def _batches(text: str) -> list[int]:
-    """`1,16,256` in rising order, each once."""
-    try:
-        found = sorted({int(word) for word in text.split(",")})
-    except ValueError:
-        found = []
-    if not found or not 1 <= found[0] <= found[-1] <= 1024:
-        raise ConfigError(f"--batch {text!r:.60}: expected numbers from 1 to 1024, with commas")
-    return found
 
 
 def _replaced(preset: Any, what: str, **given: tuple[float | None, float]) -> Any:
@@ -1975,6 +1966,7 @@ def plan_capacity(
     from phases import capacity_table as work
     from phases.capacity_evidence import calibrate
     from phases.checkout import find_checkout
+    from phases.numbers import counts, lengths
 
     part = find_gpu(gpu)
     for kind in (weights, dense_weights):
@@ -1996,8 +1988,8 @@ def plan_capacity(
     found = work.plan_capacity(
         service,
         calibrate(find_checkout().kept_evidence, part),
-        work.contexts_of(contexts),
-        _batches(batches),
+        lengths(contexts, "--context", 1 << 22),
+        counts(batches, "--batch", 1024),
         nodes=nodes,
         accepted=accepted,
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -30,7 +29,6 @@ __all__ = [
     "COLUMNS",
     "ERROR_COLUMNS",
     "Capacity",
-    "contexts_of",
     "error_rows",
     "plan_capacity",
     "remarks",
@@ -44,9 +42,6 @@ COLUMNS = (
     *("bound by", "largest part", "label"),
 )
 ERROR_COLUMNS = ("kept step", "context", "measured ms", "model ms", "error", "taken for")
-
-_NEAR_POWER = 0.03
-_LONGEST = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,33 +111,6 @@ def plan_capacity(
         for context, batch in itertools.product(contexts, batches)
     ]
     return Capacity(service, calibration, steps, accepted is None and nodes > 1)
-
-
-def contexts_of(text: str) -> list[int]:
-    """`4k,16k,65k` in rising order, each once: 4,096, 16,384 and 65,536.
-
-    Thousands are the power of two within 3% of them, where there is one, as the plans write
-    contexts; so 200k is 200,000. Raises ConfigError.
-    """
-    try:
-        found = sorted({_tokens(word.strip()) for word in text.split(",")})
-    except ValueError:
-        found = []
-    if not found or not 1 <= found[0] <= found[-1] <= _LONGEST:
-        raise ConfigError(
-            f"--context {text!r:.60}: expected tokens from 1 to {_LONGEST}, as in 4k,16k,65536"
-        )
-    return found
-
-
-def _tokens(word: str) -> int:
-    if not word.endswith("k"):
-        return int(word)
-    thousands = int(word[:-1]) * 1000
-    if not 1 <= thousands <= _LONGEST:
-        raise ValueError(word)
-    power: int = 1 << round(math.log2(thousands))
-    return power if abs(power / thousands - 1) <= _NEAR_POWER else thousands
 
 
 def rows(found: Capacity) -> list[tuple[str, ...]]:

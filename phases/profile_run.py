@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kdtree_engine.atomic import write_atomically
-from kdtree_engine.errors import ConfigError
 from kdtree_engine.machine import Machine
 from phases.evidence import new_run_id, now
 from phases.service import serving
 from phases.service_scale import Scale, Start, Variant, kernel, launched, plain, triton
 from phases.service_speed import LAYERS
 
-__all__ = ["VARIANTS", "Drive", "Point", "Profiled", "parse_counts", "profile_points", "served"]
+__all__ = ["VARIANTS", "Drive", "Point", "Profiled", "profile_points", "served"]
 
 Drive = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """Takes name, context, batch, steps, vocabulary, seed and new_tokens, as `remote.profiler` has
@@ -56,33 +55,6 @@ class Profiled:
     point: Point
     traces: tuple[pathlib.Path, ...]
     note: pathlib.Path
-
-
-def parse_counts(text: str, what: str, most: int) -> tuple[int, ...]:
-    """`4k,65k,100` as numbers, each once, in the order given.
-
-    A number of thousands by which a power of two is called is that power: 4k and 65k are 4,096 and
-    65,536, as is 64k; 200k is 200,000.
-    Raises ConfigError for anything else, and beyond 1..most.
-    """
-    found = []
-    for word in text.split(","):
-        number = word.strip().lower()
-        thousands = number.endswith("k")
-        number = number.removesuffix("k")
-        if not (number.isascii() and number.isdigit() and len(number) < 10):
-            raise ConfigError(f"{what}: {word!r} is no number, expected such as 4k,16k,65536")
-        value = _thousands(int(number)) if thousands else int(number)
-        if not 1 <= value <= most:
-            raise ConfigError(f"{what}: {word.strip()} is not within 1 and {most}")
-        found.append(value)
-    return tuple(dict.fromkeys(found))
-
-
-def _thousands(count: int) -> int:
-    powers = (1 << exponent for exponent in range(10, 31))
-    called = (power for power in powers if count in (power // 1000, power // 1024))
-    return next(called, 1000 * count)
 
 
 def profile_points(

@@ -18,7 +18,6 @@ from phases.capacity_table import (
     COLUMNS,
     ERROR_COLUMNS,
     Capacity,
-    contexts_of,
     error_rows,
     plan_capacity,
     remarks,
@@ -162,24 +161,3 @@ def test_other_ranks_than_a_links_figures_are_of_are_said(root: pathlib.Path) ->
     assert any("is that of 8 ranks, not of 4" in line for line in remarks(four))
     alone = planned(root, dataclasses.replace(service("h200"), gpus=1, ranks=1), batches=[1])
     assert not any("all-reduce over" in line for line in remarks(alone))
-
-
-@pytest.mark.parametrize(
-    ("text", "tokens"),
-    [
-        ("4k,16k,65k", [4096, 16384, 65536]),
-        ("64k,1k", [1024, 65536]),
-        ("200k", [200_000]),
-        ("10k, 100", [100, 10_000]),
-        ("65536,65k", [65536]),
-        ("131k,262k", [131_072, 262_144]),
-    ],
-)
-def test_contexts_are_read_as_the_plans_write_them(text: str, tokens: list[int]) -> None:
-    assert contexts_of(text) == tokens
-
-
-@pytest.mark.parametrize("text", ["", "k", "0", "0k", "-4k", "4m", "4k,", "1e3", "9" * 5000 + "k"])
-def test_what_is_no_context_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--context"):
-        contexts_of(text)

@@ -14,27 +14,7 @@ from traces import two_rounds
 
 import tasks
 from kdtree_engine.errors import ConfigError, MissingError
-from phases.profile_run import VARIANTS, Point, parse_counts, profile_points
-
-
-@pytest.mark.parametrize(
-    ("text", "numbers"),
-    [
-        ("4k,16k,65k", (4096, 16_384, 65_536)),
-        ("1K, 64k,131k,262k", (1024, 65_536, 131_072, 262_144)),
-        ("200k,3k,100", (200_000, 3000, 100)),
-        ("7,7,65536,65k", (7, 65_536)),
-    ],
-)
-def test_thousands_are_what_the_field_calls_so(text: str, numbers: tuple[int, ...]) -> None:
-    assert parse_counts(text, "--context", 1 << 20) == numbers
-
-
-@pytest.mark.parametrize("text", ["", "4k,", "k", "4kk", "-1", "1.5k", "0", "2000k", "٤", "9" * 40])
-def test_what_is_no_number_is_refused_in_one_line(text: str) -> None:
-    with pytest.raises(ConfigError, match="--context: ") as caught:
-        parse_counts(text, "--context", 1 << 20)
-    assert "\n" not in str(caught.value)
+from phases.profile_run import VARIANTS, Point, profile_points
 
 
 def run(drive: Any, points: list[Point], folder: pathlib.Path) -> list[Any]:
