@@ -196,6 +196,13 @@ def test_a_server_with_other_tokens_is_not_right(tmp_path: pathlib.Path) -> None
     assert "near-ties of" in load_table.rows(near)[0][-1]
 
 
+def test_what_was_held_against_nothing_is_not_right(tmp_path: pathlib.Path) -> None:
+    found, document = benched(tmp_path, PacedStart(kdtree_mla_trees=PacedServer("no ids")))
+    assert document["points"][0]["answers_judged"] == 0
+    assert not found.right
+    assert not document["right"]
+
+
 @pytest.mark.parametrize("fault", ["closes", "short", "error"])
 def test_errors_and_short_answers_are_not_right(tmp_path: pathlib.Path, fault: str) -> None:
     start = PacedStart(triton_trees=PacedServer(fault, every=2))
