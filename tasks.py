@@ -904,7 +904,7 @@ def bench_kernel(
     type=_FiniteRange(0, min_open=True),
     default=120.0,
     show_default=True,
-    help="Seconds without a byte after which a request under load has failed.",
+    help="Seconds without a token after which a request under load has failed.",
 )
 @_json_option
 @click.pass_context

@@ -69,7 +69,7 @@ class Plan:
 
     seconds: of each point, at least. soak: whether the point is exactly so long, in windows.
     prompts: how many are repeated. fresh: none is repeated. file: they come from there.
-    silence_s: how long a request may be without a byte.
+    silence_s: how long a request may be without a token.
     """
 
     lengths: tuple[int, ...]
@@ -143,6 +143,8 @@ class LoadBench:
     def right(self) -> bool:
         """Whether all was measured, every request answered, no slot lost and no token wrong.
 
+        Where there is a reference, a point of which no answer was held against it is not right.
+
         What a live server's tokens part by under load is on record and does not count here, as how
         much rounding moves that model's is not known.
         """
@@ -155,6 +157,7 @@ class LoadBench:
             and all(point.right for point in self.points)
             and not any(self.leaked.values())
             and (self.live or all(one.near_tie for one in every))
+            and (self.live or not self.references or all(map(self.judged, self.points)))
         )
 
     def judged(self, point: Point) -> int:

@@ -104,7 +104,9 @@ def calibrate(folder: pathlib.Path, gpu: Gpu) -> Calibration:
         rest = [_without_host(served, own, one) for one in alike]
         shares[way] = fit_host(alike, rest)
         found += checked(alike, rest, shares[way])
-    host = Host(shares[TREES], shares[PLAIN], served.device, SERVED, nodes)
+    seen = [one.step.context for one in found if one.step.served == TREES]
+    within = min(seen), max(seen)
+    host = Host(shares[TREES], shares[PLAIN], served.device, SERVED, nodes, within)
     return Calibration(fit, host, regimes, found)
 
 

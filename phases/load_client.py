@@ -76,7 +76,8 @@ class Order:
     seconds: for how long it is measured, at least: a closed loop goes on until as many answers
         have ended as it has in flight, unless `exactly`.
     first: the number of the first request. judged: of how many prompts answers are kept.
-    silence_s: how long a request may be without a byte before it counts as failed.
+    silence_s: how long a request may be without a token before it counts as failed; a byte that
+        brings none is no sign of life.
     most: requests in flight at which an open loop is given up.
     """
 
@@ -218,18 +219,22 @@ class _Request(asyncio.Protocol):
         transport.write(self._client.head(len(self._body)) + self._body)
 
     def data_received(self, data: bytes) -> None:
-        now = self.heard = time.perf_counter()
+        now = time.perf_counter()
         if self.ended.done():
             return
         try:
             for event in self._events.feed(data):
                 if new := self.pieces.take(event):
+                    self.heard = now
                     self._client.arrived(self, now, new)
         except StreamBroken as error:
             self.end("garbage", str(error))
             return
+        wanted = self._client.order.new_tokens
         if self._events.ended:
             self._judge()
+        elif self.pieces.count > wanted and not self.pieces.ending:
+            self.end("endless", f"{self.pieces.count} of {wanted} tokens, and no end")
 
     def connection_lost(self, error: Exception | None) -> None:
         self._judge(str(error or ""))
@@ -439,7 +444,7 @@ class _Client:
             if now - self._since >= _TICK_S:
                 for request in list(self._open):
                     if now - request.heard > self.order.silence_s:
-                        request.end("silent", f"no byte for {self.order.silence_s:g} s")
+                        request.end("silent", f"no token for {self.order.silence_s:g} s")
                 self._send(self.stage)
 
     def _move_on(self, now: float) -> None:

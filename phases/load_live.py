@@ -103,14 +103,17 @@ def told(service: Live) -> dict[str, Any]:
 def vocabulary(server: Mapping[str, Any]) -> int:
     """How many token ids the model has, from its config, where that lies on this machine.
 
+    Of a config that says it twice the smaller: a server ends over an id that its model lacks.
     Raises ConfigError where it does not, as a made-up id can be one that the model does not have.
     """
     path = pathlib.Path(str(server.get("model") or "")) / "config.json"
-    found: Any = None
-    with contextlib.suppress(OSError, ValueError):
+    config: Any = None
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         config = json.loads(path.read_text(encoding="utf-8"))
-        found = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    if not isinstance(found, int) or found < 3:
+    parts = [config, config.get("text_config")] if isinstance(config, dict) else []
+    sizes = [part.get("vocab_size") for part in parts if isinstance(part, dict)]
+    found = min((one for one in sizes if isinstance(one, int)), default=0)
+    if found < 3:
         raise ConfigError(
             f"{path} does not tell how many tokens the model at {server.get('url')} knows",
             remedy="name a file of prompts: --prompts FILE",

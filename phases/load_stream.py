@@ -14,6 +14,10 @@ __all__ = ["Events", "Pieces", "StreamBroken"]
 
 _MOST_HEAD = 65_536
 _MOST_BODY = 2_000
+_MOST_LINE = 1 << 24
+"""Bytes of one event: of 65,536 tokens it has half a million."""
+_ODD = (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError)
+"""What reading JSON of another shape, depth or size raises."""
 _COUNT = re.compile(rb'"completion_tokens": ?(\d+)')
 _UNFINISHED = re.compile(rb'"finish_reason": ?null')
 
@@ -50,6 +54,8 @@ class Events:
             self.body = (self.body + content)[:_MOST_BODY]
             return []
         *lines, self._line = (self._line + content).split(b"\n")
+        if len(self._line) > _MOST_LINE:
+            raise StreamBroken(f"an event without an end: {self._line[:60]!r}")
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
     def _take_head(self) -> bool:
@@ -150,7 +156,7 @@ class Pieces:
                 self.error = str(ending.get("message") or "aborted")
             if ids is not None:
                 self._take_ids(list(map(int, ids)), count)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except _ODD as error:
             raise StreamBroken(f"no event of SGLang's: {data[:80]!r}") from error
         return self._counted(count)
 

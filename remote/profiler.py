@@ -59,6 +59,10 @@ _SHAPES = (
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
+class _Silent(agent.Refused):
+    """No answer, so that nobody knows what the server made of it."""
+
+
 class Server:
     """SGLang's HTTP at one port of this machine. Refused is raised wherever it does not answer."""
 
@@ -89,7 +93,7 @@ class Server:
                 text = " ".join(error.read(2000).decode("utf-8", "replace").split())
             raise agent.Refused(f"{self._url}{path}: HTTP {error.code} {text[-300:]}") from None
         except (OSError, http.client.HTTPException) as error:
-            raise agent.Refused(f"{self._url}{path}: no answer: {error or error!r}") from None
+            raise _Silent(f"{self._url}{path}: no answer: {error or error!r}") from None
 
     def about(self) -> dict[str, Any]:
         """What it says of itself, of `_TOLD`."""
@@ -108,15 +112,15 @@ class Server:
                 sum(int(one["num_waiting_reqs"]) for one in loads),
                 sum(int(one["max_total_num_tokens"]) for one in loads),
             )
-        except (LookupError, TypeError, ValueError):
+        except (LookupError, OverflowError, TypeError, ValueError):
             raise agent.Refused(
                 f"{self._url}/v1/loads: not what SGLang says: {said!r:.200}"
             ) from None
 
-    def abort(self, name: str) -> None:
+    def abort(self, name: str, limit_s: float = _SHORT_S) -> None:
         """End a request; one that has ended already is no error."""
         with contextlib.suppress(agent.Refused):
-            self.text("/abort_request", {"rid": name})
+            self.text("/abort_request", {"rid": name}, limit_s)
 
 
 class _Requests:
@@ -137,10 +141,15 @@ class _Requests:
         return self
 
     def __exit__(self, *why: object) -> None:
+        # A limit of all of them together: a server that hangs would be waited for once for each.
+        until = time.monotonic() + _SHORT_S
         for name in self._names:
-            self._server.abort(name)
+            if (left := until - time.monotonic()) > 0:
+                self._server.abort(name, left)
+        until = time.monotonic() + _SHORT_S
         for thread in self._threads:
-            thread.join(_SHORT_S)
+            if thread.ident is not None:  # it was begun
+                thread.join(max(0.0, until - time.monotonic()))
 
     def running(self) -> bool:
         """Whether none of them has ended. Raises Refused where one failed."""
@@ -224,7 +233,7 @@ def _tokens(wanted: int, vocabulary: int | None) -> range:
 
     vocabulary: of the model; None where nobody can say: then few are taken, as no model has fewer.
     """
-    if vocabulary is None:
+    if vocabulary is None or vocabulary < 1:
         return range(_FIRST_TOKEN, _FIRST_TOKEN + min(wanted, _FEW_TOKENS))
     first = min(_FIRST_TOKEN, vocabulary // 4)
     return range(first, min(first + wanted, vocabulary))
@@ -264,7 +273,7 @@ def _step_us(server: Server, prompts: list[list[int]], count: int) -> float | No
     try:
         passes = [(timed(_FEW), timed(count)) for _ in range(_TIMED_PASSES)]
         (short, few), (long, many) = (min(one) for one in zip(*passes))  # noqa: B905
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, OverflowError, TypeError, ValueError):
         return None
     taken, steps = long - short, many - few
     return taken / steps * 1e6 if taken > 0 and steps > 0 else None
@@ -273,7 +282,8 @@ def _step_us(server: Server, prompts: list[list[int]], count: int) -> float | No
 def _new_tokens(request: dict[str, Any], about: dict[str, Any], slots: int) -> int:
     """How long a request may decode: as asked, or as the server's KV slots and context allow."""
     context, batch, steps = (int(request[name]) for name in ("context", "batch", "steps"))
-    per_pass = 1 + int(about.get("speculative_num_draft_tokens") or 0)
+    drafted = about.get("speculative_num_draft_tokens")
+    per_pass = 1 + (drafted if isinstance(drafted, int) and drafted > 0 else 0)
     room = slots // batch - context - per_pass
     longest = about.get("context_length") or about.get("max_req_input_len")
     if isinstance(longest, int):
@@ -315,11 +325,17 @@ def _recording(server: Server, files: _Files, name: str, steps: int) -> Iterator
         "record_shapes": False,
         "profile_id": name,
     }
-    server.text("/start_profile", asked, _WRITTEN_S)
+    refused = False
     try:
+        try:
+            server.text("/start_profile", asked, _WRITTEN_S)
+        except agent.Refused as error:  # another one may record: that is not stopped
+            refused = not isinstance(error, _Silent)
+            raise
         yield
     finally:
-        if not files.seen:  # else it has stopped by itself, and its log would have an error of this
+        # One that has stopped by itself would have an error of this in its log.
+        if not files.seen and not refused:
             with contextlib.suppress(agent.Refused):
                 server.text("/stop_profile", {}, _WRITTEN_S)
 

@@ -29,6 +29,9 @@ from remote.transport import Transport
 
 __all__ = ["LiveService", "Outcome", "Target"]
 
+_TRIAL = "serve"
+"""What a job of a server to try is called by; others are promotions and gates."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
@@ -180,12 +183,11 @@ class LiveService:
         """How a server of a release is started beside the service: release, service and port.
 
         extra: SGLang arguments, last, so that they win. Raises ConfigError where it would have the
-        port of the service that runs there.
+        port of the live service, also while that is down and is to come back.
         """
-        entry = self.entry(target)
-        service = entry["service"]
-        port = _port_of(extra)
-        if port is None and self.manager.status().pid is not None:
+        service = self.entry(target)["service"]
+        port = _port_of(extra) or self._service.port
+        if port == self._service.port and self._has_its_port():
             raise ConfigError(
                 f"host {self._host.name}: port {self._service.port} is that of its live service",
                 remedy="name another one: -- --port N",
@@ -193,8 +195,16 @@ class LiveService:
         return {
             "release": target.release,
             "service": {**service, "command": [*service["command"], *extra]},
-            "port": self._service.port if port is None else port,
+            "port": port,
         }
+
+    def _has_its_port(self) -> bool:
+        """Whether the service runs, is to run, or is being changed."""
+        return (
+            self.manager.status().pid is not None
+            or self.releases.promotions()["live"] is not None
+            or self.releases.lock_holder() is not None
+        )
 
     def serve(
         self,
@@ -208,7 +218,7 @@ class LiveService:
         Interrupted, the server is ended there. Where the connection is lost for long, it goes on:
         TransportError names its job then, which `end_trial` ends.
         """
-        name = new_job_name("serve")
+        name = new_job_name(_TRIAL)
         host = self.transport.host
         try:
             self.releases.start_trial(name, trial)
@@ -225,7 +235,15 @@ class LiveService:
             ) from None
 
     def end_trial(self, name: str, note: Callable[[str], None]) -> None:
-        """End a server that was left running. Raises ReleaseRefused where there is no such job."""
+        """End a server that was left running. Raises ReleaseRefused where there is no such job.
+
+        Raises ConfigError for a job of another kind: a promotion would be killed as it restores.
+        """
+        if not name.startswith(f"{_TRIAL}-"):
+            raise ConfigError(
+                f"job {name} is no server that kd serve has started",
+                remedy=f"kd status --host {self._host.name}",
+            )
         self.releases.look_at_job(name)
         end_interrupted(self.releases, name, self.transport.host, note)
 

@@ -62,6 +62,8 @@ def speedups(kept: Kept) -> Bars | None:
     if one is None:
         return None
     found = list(_over(one))
+    if not found:
+        return None
     common = _commonest(dict.fromkeys(_regime(match["regime"]) for match, _ in found))
     panels: dict[tuple[str, str], list[tuple[str, float]]] = {}
     for match, value in found:

@@ -90,7 +90,11 @@ def _navigation(report: Report) -> Markup:
 
 
 def _headline(one: Headline) -> Markup:
-    told = f"{one.source.where}, {one.source.date}, {one.source.standing}" if one.source else None
+    source = one.source
+    told = None
+    if source is not None:
+        parts = (source.where, source.date, source.standing, source.remark)
+        told = ", ".join(filter(None, parts))
     return el(
         "li",
         el("a", el("strong", one.figure), el("span", one.what), href=f"#{one.section}"),

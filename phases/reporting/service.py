@@ -61,11 +61,12 @@ class _Other(pydantic.BaseModel):
 
 @dataclasses.dataclass(frozen=True)
 class SpeedRun:
-    """Servers that were timed one after the other in one run."""
+    """Servers that were timed one after the other in one run. right: all gave the right tokens."""
 
     name: str
     servers: tuple[Server, ...]
     source: Source
+    right: bool = True
 
     def server(self, prefix: str) -> Server | None:
         """The first whose name begins so; `triton-` is the one with trees."""
@@ -113,9 +114,9 @@ def service_section(kept: Kept) -> Section:
 
 
 def service_headline(kept: Kept) -> Headline | None:
-    """Against Triton's trees at the longest context of the newest run with graphs."""
+    """Against Triton's trees at the longest context of the newest run; none of wrong tokens."""
     runs, _ = speed_runs(kept)
-    for run in runs:
+    for run in (one for one in runs if one.right):
         for length in reversed(run.lengths()):
             if times := run.times(_TRITON, length):
                 told = f"Triton's trees in the service, at {length:,} tokens"
@@ -127,8 +128,11 @@ def speed_runs(kept: Kept) -> tuple[list[SpeedRun], list[Missing]]:
     """Benchmarks first, the newest before others; then gates. And the files that are broken."""
     benches, broken = documents(kept, FOLDER, _Bench, lambda raw: "kind" not in raw)
     others, _ = documents(kept, FOLDER, _Other, lambda raw: "kind" in raw)
+    timed = [one for one in benches if any(server.speeds for server in one.content.servers)]
     why = "this report has no section for its kind"
     broken += [Missing(one.source.file, why, "Not shown") for one in others]
+    why = "no server was timed in it"
+    broken += [Missing(one.source.file, why, "Not shown") for one in benches if one not in timed]
     runs = [
         SpeedRun(
             f"{'CUDA graphs' if one.content.graphs else 'eager'}, {one.content.layers} layers, "
@@ -136,8 +140,9 @@ def speed_runs(kept: Kept) -> tuple[list[SpeedRun], list[Missing]]:
             + ("" if one.content.right else "; not every server gave the right tokens"),
             one.content.servers,
             one.source,
+            one.content.right,
         )
-        for one in sorted(benches, key=lambda one: one.source.date, reverse=True)
+        for one in sorted(timed, key=lambda one: one.source.date, reverse=True)
     ]
     gates = [gate.name for phase in kept.phases for gate in phase.gates]
     measured = [one for name in gates if (one := kept.measured(name))]

@@ -26,7 +26,7 @@ from phases import load_table
 from phases.bench_load import LoadBench, Plan
 from phases.checkout import Checkout
 from phases.load_client import MEASURED, Tick
-from phases.load_live import Live
+from phases.load_live import Live, vocabulary
 from phases.load_point import Point
 from phases.service import Service, ServiceFailed
 
@@ -194,6 +194,13 @@ def test_a_server_with_other_tokens_is_not_right(tmp_path: pathlib.Path) -> None
     assert near.right
     assert document["points"][0]["differences"][0]["near_tie"]
     assert "near-ties of" in load_table.rows(near)[0][-1]
+
+
+def test_what_was_held_against_nothing_is_not_right(tmp_path: pathlib.Path) -> None:
+    found, document = benched(tmp_path, PacedStart(kdtree_mla_trees=PacedServer("no ids")))
+    assert document["points"][0]["answers_judged"] == 0
+    assert not found.right
+    assert not document["right"]
 
 
 @pytest.mark.parametrize("fault", ["closes", "short", "error"])
@@ -435,6 +442,28 @@ def test_the_command_loads_the_three_servers(
     assert soak.fresh
     assert (sweep.concurrency, sweep.prompts, sweep.lengths) == ((2, 32), 32, (1024,))
     assert (eager, usual) == ([9, False], [9, True])
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ('{"vocab_size": 97}', 97),
+        ('{"text_config": {"vocab_size": 64}}', 64),
+        ('{"vocab_size": 97, "text_config": {"vocab_size": 64}}', 64),
+        ('{"vocab_size": 0, "text_config": null}', None),
+        ("[97]", None),
+    ],
+)
+def test_ids_are_drawn_of_those_that_the_model_surely_has(
+    tmp_path: pathlib.Path, config: str, size: int | None
+) -> None:
+    (tmp_path / "config.json").write_text(config)
+    asked = {"model": str(tmp_path), "url": "http://127.0.0.1:1"}
+    if size is None:
+        with pytest.raises(ConfigError, match="does not tell how many tokens"):
+            vocabulary(asked)
+    else:
+        assert vocabulary(asked) == size
 
 
 def test_ctrl_c_ends_the_command_with_what_it_has(

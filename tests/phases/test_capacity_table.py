@@ -88,6 +88,8 @@ def test_the_service_that_was_measured_is_calibrated(root: pathlib.Path) -> None
     served = service("h200", shape=SERVED, gpus=1, ranks=1)
     found = planned(root, served, batches=[1], contexts=[1024, 16384], accepted=8.86)
     assert [row[-1] for row in rows(found)] == ["calibrated"] * 2
+    beyond = planned(root, served, batches=[1], contexts=[512, 131_072], accepted=8.86)
+    assert [row[-1] for row in rows(beyond)] == ["prediction"] * 2, "no such step is kept"
     # 3,783 tok/s were measured at 1,024, which the host's share is fitted to.
     assert found.steps[0].tokens_per_second == pytest.approx(3783, rel=0.001)
     assert any(line.startswith("calibrated: ") for line in remarks(found))

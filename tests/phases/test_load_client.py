@@ -95,6 +95,7 @@ def test_answers_are_kept_as_tokens(incremental: bool) -> None:
         ("closes", "closed", "after 6 tokens"),
         ("resets", "closed", ""),
         ("short", "short", "7 of 12 tokens, ended by 'stop'"),
+        ("endless", "endless", "13 of 12 tokens, and no end"),
         ("garbage", "garbage", "no size of a chunk"),
     ],
 )
@@ -109,13 +110,15 @@ def test_an_error_is_counted_by_its_kind(fault: str, kind: str, said: str) -> No
     assert said in point.said[0]
 
 
-def test_a_server_that_hangs_is_given_up() -> None:
+@pytest.mark.parametrize("fault", ["hangs", "drips"])
+def test_a_server_that_hangs_is_given_up(fault: str) -> None:
+    """Bytes without a token are no answer either."""
     begun = time.monotonic()
-    with paced("hangs") as server:
+    with paced(fault) as server:
         point, _, why = loaded(server.url, concurrency=1, silence_s=0.5, seconds=60)
     assert "failed one after the other, the last one: silent" in why
     assert set(point.errors) == {"silent"}
-    assert "no byte for 0.5 s" in point.said[0]
+    assert "no token for 0.5 s" in point.said[0]
     assert time.monotonic() - begun < 60
 
 

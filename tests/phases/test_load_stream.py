@@ -100,11 +100,21 @@ def test_errors_of_the_server_are_said() -> None:
 
 @pytest.mark.parametrize(
     "said",
-    [b"{", b"[1]", b'"x"', event([1, 2], 7), event([1], 1, "length"), b'{"output_ids": 3}'],
+    [
+        *(b"{", b"[1]", b'"x"', event([1, 2], 7), event([1], 1, "length"), b'{"output_ids": 3}'),
+        *(b'{"meta_info": {"completion_tokens": 1e999}}', b"[" * 60_000),
+    ],
 )
 def test_what_is_no_event_of_sglangs_is_refused(said: bytes) -> None:
     with pytest.raises(StreamBroken, match="no event"):
         Pieces().take(said)
+
+
+def test_an_event_that_never_ends_is_not_gathered() -> None:
+    events = Events()
+    events.feed(b"HTTP/1.1 200 OK\r\n\r\ndata: ")
+    with pytest.raises(StreamBroken, match="an event without an end"):
+        events.feed(b"x" * (17 << 20))
 
 
 def test_fewer_tokens_than_before_are_refused() -> None:

@@ -37,24 +37,27 @@ class Paced:
     """A server that takes a second for each step, of whatever batch.
 
     accepts: tokens of a verification; 0: no speculation, one token a step. wrong: what is added
-    to each token. A request with a shorter prompt gets other tokens.
+    to each token, from the `after`th call of a batch size on. A request with a shorter
+    prompt gets other tokens.
     """
 
     clock: Clock
     accepts: int
     slower: float = 1.0
     wrong: int = 0
+    after: int = 0
     asked: list[int] = dataclasses.field(default_factory=list)
 
     def answers(
         self, prompts: Sequence[Tokens], new_tokens: int, *, likely: int = 0
     ) -> list[Answer]:
+        wrong = self.wrong if self.asked.count(len(prompts)) >= self.after else 0
         self.asked.append(len(prompts))
         verified = -(-(new_tokens - 1) // self.accepts) if self.accepts else 0
         self.clock.now += 0.5 + self.slower * (verified or new_tokens - 1)
         return [
             Answer(
-                tuple(len(prompt) + step + self.wrong for step in range(new_tokens)),
+                tuple(len(prompt) + step + wrong for step in range(new_tokens)),
                 verified=verified,
                 likely=tuple(((-0.1, len(prompt) + step), (-9.0, 0)) for step in range(new_tokens)),
             )
@@ -123,6 +126,8 @@ def test_the_speeds_of_each_point(
     ("servers", "says"),
     [
         ({"trees": {"accepts": 4}}, "at 64 tokens, batch 1, a tree gives 3.57 .* a chain 3.57"),
+        ({"chain": {"accepts": 0}}, "at 64 x 1: an answer without a verification"),
+        ({"adaptive": {"accepts": 0}}, "at 64 x 1: an answer without a verification"),
         ({"trees": {"accepts": 6, "slower": 6.0}}, "0.83 times the speed of no speculation"),
         ({"adaptive": {"accepts": 6, "slower": 2.0}}, "an adaptive tree has 0.70 times the speed"),
     ],
@@ -140,11 +145,13 @@ def test_a_tree_that_does_not_pay_fails_the_gate(
     assert len(caught.value.figures) == 30
 
 
+@pytest.mark.parametrize("after", [0, 4])
 def test_other_tokens_are_other_work(
-    clock: Clock, models: TrainedModels, tmp_path: pathlib.Path
+    clock: Clock, models: TrainedModels, tmp_path: pathlib.Path, after: int
 ) -> None:
+    """In the first pass, which is not timed, or in those that are."""
     with pytest.raises(GateFailure, match="beyond rounding: adaptive trees L=64 B=1 #0") as caught:
-        gate(clock, models, tmp_path / "gate", adaptive={"accepts": 6, "wrong": 1})
+        gate(clock, models, tmp_path / "gate", adaptive={"accepts": 6, "wrong": 1, "after": after})
     assert caught.value.kind is FailureKind.TOKEN_MISMATCH
 
 

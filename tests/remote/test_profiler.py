@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import signal
@@ -138,6 +139,67 @@ def test_a_server_that_refuses_is_named_with_what_it_was_asked(
         with pytest.raises(MissingError, match=rf"127.0.0.1:{fake.port}{path}: HTTP 500"):
             profiler.asked_here(asked(fake, tmp_path))
         assert not fake.holding
+
+
+def test_an_interruption_while_it_begins_stops_the_recording(tmp_path: pathlib.Path) -> None:
+    with fake_sglang(until_stopped=True) as fake:
+        begin = fake.start
+
+        def start(body: dict[str, Any]) -> None:
+            begin(body)
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0.3)
+
+        fake.start = start  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            profiler.profile(asked(fake, tmp_path))
+        assert not fake.holding
+    assert "/stop_profile" in fake.paths()
+
+
+def test_one_that_does_not_say_whether_it_records_is_stopped(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiler, "_WRITTEN_S", 0.5)
+    with fake_sglang() as fake:
+        fake.start = lambda body: time.sleep(1.0)  # type: ignore[method-assign]
+        with pytest.raises(agent.Refused, match="/start_profile: no answer"):
+            profiler.profile(asked(fake, tmp_path))
+    assert "/stop_profile" in fake.paths()
+
+
+def test_the_recording_of_somebody_else_goes_on(tmp_path: pathlib.Path) -> None:
+    with fake_sglang(refuses=("/start_profile",)) as fake, pytest.raises(agent.Refused):
+        profiler.profile(asked(fake, tmp_path))
+    assert "/stop_profile" not in fake.paths()
+
+
+def test_a_server_that_hangs_is_waited_for_once(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiler, "_SHORT_S", 0.5)
+    monkeypatch.setattr(profiler, "_WRITTEN_S", 0.5)
+    with fake_sglang(writes="nothing") as fake:
+        fake._release = lambda name: time.sleep(5) or ""  # type: ignore[method-assign,func-returns-value]
+        begun = time.monotonic()
+        with pytest.raises(agent.Refused, match="no whole files"):
+            profiler.profile(asked(fake, tmp_path, batch=40))
+        assert time.monotonic() - begun < 15
+
+
+@pytest.mark.parametrize(
+    ("info", "loads"),
+    [({"speculative_num_draft_tokens": "many"}, 1), ({}, 10**400), ({}, float("inf"))],
+)
+def test_sizes_that_are_none_are_no_fault_of_ours(
+    info: dict[str, Any], loads: Any, tmp_path: pathlib.Path
+) -> None:
+    with fake_sglang(info=info, others=loads) as fake, contextlib.suppress(agent.Refused):
+        profiler.profile(asked(fake, tmp_path, batch=1))
+
+
+def test_a_vocabulary_of_nothing_is_none() -> None:
+    assert profiler._tokens(480, 0) == profiler._tokens(480, -5) == range(16, 116)
 
 
 def test_what_has_no_room_is_refused_before_anything_is_sent(tmp_path: pathlib.Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -88,13 +89,38 @@ def test_what_it_is_given_is_the_releases(tmp_path: pathlib.Path, ssh: Transport
 
 def test_the_port_of_the_live_service_is_not_taken(host: StandInHost) -> None:
     assert host.promote(host.place("a")).done
+    for extra in ((), ("--port", str(host.port))):
+        with pytest.raises(ConfigError, match=f"port {host.port} is that of its live service"):
+            host.live.trial(target("a"), extra)
+    host.is_well("a")
+
+
+def test_a_service_that_is_to_come_back_keeps_its_port(host: StandInHost) -> None:
+    """A restart would find it held, and what was live would stay down."""
+    assert host.promote(host.place("a")).done
+    host.live.manager.stop()
     with pytest.raises(ConfigError, match=f"port {host.port} is that of its live service"):
         host.live.trial(target("a"), ())
+
+
+def test_a_port_that_is_in_use_is_named(host: StandInHost) -> None:
+    host.place("a")
     said: list[str] = []
-    trial = host.live.trial(target("a"), ("--port", str(host.port)))
-    assert host.live.serve(trial, said=said.append, note=host.said.append) == 78
+    trial = host.live.trial(target("a"), ())
+    with socket.create_server(("127.0.0.1", host.port)):
+        assert host.live.serve(trial, said=said.append, note=host.said.append) == 78
     assert said == [f"kd: port {host.port} is in use there: name another, -- --port N"]
-    host.is_well("a")
+
+
+def test_a_job_of_another_kind_is_not_ended(host: StandInHost) -> None:
+    host.releases.prepare()
+    host.releases.start_job("promote-x", ["sleep", "60"], {})
+    try:
+        with pytest.raises(ConfigError, match="job promote-x is no server that kd serve has"):
+            host.live.end_trial("promote-x", host.said.append)
+        assert host.releases.look_at_job("promote-x")["alive"]
+    finally:
+        host.releases.end_job("promote-x")
 
 
 def test_a_release_that_is_gone_is_named(host: StandInHost) -> None:

@@ -158,6 +158,12 @@ class PacedServer:
             await writer.drain()
             return
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        while "drips" in fault:
+            self._raw(writer, b": nothing yet\n\n")
+            await writer.drain()
+            await asyncio.sleep(0.05)
+        if "endless" in fault:
+            tokens = right_tokens(body.get("input_ids", body.get("text")), count := 4 * count)
         if "garbage" in fault:
             writer.write(b"xyz\r\n")
             await writer.drain()
@@ -185,12 +191,17 @@ class PacedServer:
                     ending = {"type": "abort", "message": "told to"}
                 if "short" in fault:
                     ending = {"type": "stop"}
+            if "endless" in fault:
+                ending = None
             ids = tokens[sent - new : sent] if self.incremental else tokens[:sent]
             about: dict[str, Any] = {"finish_reason": ending, "completion_tokens": sent}
             if self.a_chunk > 1:
                 about["spec_verify_ct"] = steps
             text = " ".join(map(str, tokens[:sent]))
-            self._event(writer, {"text": text, "output_ids": ids, "meta_info": about})
+            said = {"text": text, "output_ids": ids, "meta_info": about}
+            if "no ids" in self.faults:
+                del said["output_ids"]
+            self._event(writer, said)
             now = time.perf_counter()
             if last:
                 self.gaps.add(now - last)

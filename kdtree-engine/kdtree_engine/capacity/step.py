@@ -37,7 +37,8 @@ class Host:
 
     trees: of a step that verifies trees. plain: of one token a request. device, shape, nodes: of
     the service with trees that was measured, one request on one rank in bf16 with an n-gram
-    drafter. For any other they are predictions.
+    drafter. contexts: the shortest and the longest of those steps. For any other service, and
+    beyond these contexts, they are predictions.
     """
 
     trees: float
@@ -45,6 +46,7 @@ class Host:
     device: str
     shape: ModelShape
     nodes: int
+    contexts: tuple[int, int]
 
     def measured(self, service: Service, load: Load) -> bool:
         """Whether that service and load are the ones whose steps were measured."""
@@ -56,6 +58,7 @@ class Host:
             and service.gpu.device == self.device
             and service.gpus == service.ranks == load.batch == 1
             and load.nodes == self.nodes
+            and self.contexts[0] <= load.context <= self.contexts[1]
             and service.drafter is None
             and service.draft_seconds is None
             and (service.dense_bytes, service.reach) == (2.0, REACH)

@@ -22,7 +22,7 @@ FITS = {
 SMALL = dataclasses.replace(
     KIMI_K2, layers=4, dense_layers=4, hidden=1024, heads=8, experts=0, top_k=0
 )
-HOST = Host(trees=2e-3, plain=1e-3, device=H200.device, shape=SMALL, nodes=9)
+HOST = Host(2e-3, 1e-3, device=H200.device, shape=SMALL, nodes=9, contexts=(1024, 65_536))
 LOAD = Load(context=4096, batch=4, nodes=9, accepted=3.0)
 
 
@@ -113,6 +113,8 @@ def test_only_the_measured_service_is_calibrated_as_a_whole() -> None:
     for other, changed in (
         (own, {"batch": 2}),
         (own, {"batch": 1, "nodes": 8}),
+        (own, {"batch": 1, "context": 1023}),
+        (own, {"batch": 1, "context": 65_537}),
         (dataclasses.replace(own, reach=0.7), {"batch": 1}),
         (dataclasses.replace(own, drafter=DFLASH), {"batch": 1}),
         (dataclasses.replace(own, shape=dataclasses.replace(SMALL, value=64)), {"batch": 1}),

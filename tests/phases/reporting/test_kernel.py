@@ -53,6 +53,14 @@ def test_a_panel_for_each_peer_names_rows_by_what_differs(measured: pathlib.Path
     assert [cell.text for cell in bars.table().rows[1]] == ["L=200k", "467", ""]
 
 
+def test_figures_of_other_names_are_no_speedups(tmp_path: pathlib.Path) -> None:
+    """As of a gate whose figures were called otherwise when it was kept."""
+    keep(tmp_path, "h200", ended("peers", PEERS[:1], machine=H200), machine=H200)
+    kept = read(tmp_path)
+    assert speedups(kept) is None
+    assert isinstance(kernel_section(kept).blocks[0], Missing)
+
+
 def test_a_peers_time_is_the_kernels_times_its_ratio(measured: pathlib.Path) -> None:
     times = kernel_section(read(measured)).blocks[1]
     assert isinstance(times, Table)

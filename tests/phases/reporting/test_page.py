@@ -100,6 +100,18 @@ def test_nothing_of_evidence_becomes_markup(hostile: str, page: str) -> None:
     assert not any(name.startswith("on") for _, attributes in outline.tags for name in attributes)
 
 
+def test_a_headline_of_a_gate_that_failed_says_so(tmp_path: pathlib.Path) -> None:
+    regime = "B=1 H=8 T=9 L=4096"
+    figures = (
+        (regime, 9.0, Unit.MICROSECONDS),
+        (f"{regime}, over sglang-extend, tree", 2.0, Unit.SPEEDUP),
+    )
+    entry = ended("peers", figures, machine=H200, failed="slower than flashmla")
+    keep(tmp_path, "gpu", entry, machine=H200)
+    headlines = page_of(tmp_path).partition('class="headlines"')[2].partition("</ul>")[0]
+    assert "current, the gate failed" in headlines
+
+
 def test_it_has_no_script_and_names_no_other_file(page: str) -> None:
     outline = Outline(page)
     tags = {tag for tag, _ in outline.tags}

@@ -86,6 +86,14 @@ def test_a_benchmark_with_wrong_tokens_says_so(folder: pathlib.Path) -> None:
     (folder / "serve/h200.json").write_text(json.dumps(BENCH | {"right": False}))
     ((run,), _) = speed_runs(read(folder))
     assert "not every server gave the right tokens" in run.name
+    assert service_headline(read(folder)) is None
+
+
+def test_a_benchmark_that_timed_no_server_is_named(folder: pathlib.Path) -> None:
+    (folder / "serve/h200.json").write_text(json.dumps(BENCH | {"servers": [server("triton-9")]}))
+    runs, (gap,) = speed_runs(read(folder))
+    assert not runs
+    assert (gap.what.rpartition("/")[2], gap.why) == ("h200.json", "no server was timed in it")
 
 
 def test_without_figures_the_speed_gates_say_why(tmp_path: pathlib.Path) -> None:
