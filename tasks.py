@@ -1909,7 +1909,9 @@ def _replaced(preset: Any, what: str, **given: tuple[float | None, float]) -> An
     show_default=True,
     help="ngram works on the host, and its time is the host's.",
 )
-@click.option("--draft-ms", type=_FiniteRange(0, 1e6), help="Of drafting a step, for the model's.")
+@click.option(
+    "--draft-ms", type=_FiniteRange(0, 1e6), help="Of drafting and building the tree, a step."
+)
 @click.option(
     "--placement",
     type=click.Choice(["tp", "ep"]),

@@ -41,6 +41,7 @@ _FEW, _TIMED, _TIMED_PASSES = 2, 130, 3  # tokens of short and long timed answer
 _WARM = 16  # tokens of the untimed answer: it compiles, and fills the cache with the prompts
 _TOLD = (
     *("version", "model_path", "dtype", "kv_cache_dtype", "tp_size", "dp_size", "pp_size"),
+    "enable_dp_attention",
     *("ep_size", "attention_backend", "speculative_algorithm", "speculative_num_draft_tokens"),
     *("speculative_num_steps", "speculative_eagle_topk", "disable_cuda_graph"),
     *("disable_overlap_schedule", "page_size", "context_length", "max_req_input_len"),
@@ -184,6 +185,7 @@ def profile(request: dict[str, Any]) -> dict[str, Any]:
         raise agent.Refused(f"port {port} is answered by another process than the service's")
     folder, name = pathlib.Path(request["folder"]), str(request["name"])
     about = server.about()
+    ranks = _ranks(about)
     running, waiting, slots = server.load()
     model = model_of(about)
     tokens = _tokens(int(request["vocabulary"]), model.get("vocab_size"))
@@ -194,7 +196,6 @@ def profile(request: dict[str, Any]) -> dict[str, Any]:
     server.json("/generate", _body(prompts[:1], 1), _PREFILL_S)
     server.json("/generate", _body(prompts, _WARM), _PREFILL_S)
     step_us = _step_us(server, prompts, min(_TIMED, count))
-    ranks = _ranks(about)
     files = _Files(folder, name, ranks)
     with _Requests(server, prompts, count, name) as requests:
         _await(lambda: _decoding(server, requests, running + len(prompts)), _PREFILL_S)
@@ -306,11 +307,21 @@ def _decoding(server: Server, requests: _Requests, expected: int) -> bool:
 
 
 def _ranks(about: dict[str, Any]) -> int:
-    sizes = [about.get(name) for name in ("tp_size", "pp_size")]
-    found = 1
-    for size in sizes:
-        found *= size if isinstance(size, int) and size > 0 else 1
-    return found
+    """How many files there will be. Ranks of DP attention are among those of tensor parallelism.
+
+    Raises Refused for replicas beside each other: one that gets no request would record for ever.
+    """
+
+    def size(name: str) -> int:
+        said = about.get(name)
+        return said if isinstance(said, int) and said > 0 else 1
+
+    if size("dp_size") > 1 and not about.get("enable_dp_attention"):
+        raise agent.Refused(
+            f"the server has {size('dp_size')} replicas (--dp-size), of which one may get no "
+            "request and never end recording: profile a server with one"
+        )
+    return size("tp_size") * size("pp_size")
 
 
 @contextlib.contextmanager

@@ -60,6 +60,18 @@ def test_each_rank_has_a_file(tmp_path: pathlib.Path) -> None:
     assert names == [f"kernel-40-2-run-TP-{rank}.trace.json.gz" for rank in (0, 1)]
 
 
+def test_replicas_beside_each_other_are_refused_before_anything_is_sent(
+    tmp_path: pathlib.Path,
+) -> None:
+    with fake_sglang(info={"dp_size": 2}) as fake, pytest.raises(agent.Refused, match="2 replicas"):
+        profiler.profile(asked(fake, tmp_path))
+    assert "/generate" not in fake.paths()
+    with fake_sglang(
+        info={"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, ranks=2
+    ) as fake:
+        assert len(profiler.profile(asked(fake, tmp_path))["traces"]) == 2
+
+
 def test_a_step_is_timed_while_nothing_is_recorded(tmp_path: pathlib.Path) -> None:
     """A token takes 2 ms and a verification gives two."""
     with fake_sglang(step_s=0.002) as fake:
