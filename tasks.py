@@ -15,10 +15,12 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem, get_completion_class
 
 from kdtree_engine.errors import ConfigError, KdError, MissingError, UnknownName
@@ -176,7 +178,9 @@ them; prefill is left out where SGLang's ranges tell it. The column us shares ea
 step out among the kernels that run in it, or gives it to idle gaps (the next kernel has been
 launched) or to host scheduling (it has not), so that the column adds up to the step. The column
 kernel us is the plain sum of their durations. Where there are several GPUs the figures are their
-means.
+means. GB/s are bytes that must be read, or that copies moved, by the kernels' time; of ceiling is
+that of the GPU's DRAM, and takes the note that lies beside a trace of kd's own. SGLang's profiler
+slows the host, so what the host does is overstated.
 
 \b
 What tells steps apart:
@@ -189,7 +193,7 @@ What tells steps apart:
 Exit codes:
   0    the steps are summed up; kernels that no rule knows are listed
   2    wrong usage, or a file is no trace, is damaged or has no GPU in it
-  3    summed up, but no steps can be told apart
+  3    summed up, but no steps can be told apart; or no SGLang, or no server that answers
 """
 
 
@@ -300,7 +304,7 @@ def main() -> None:
         code = 128 + signal.SIGPIPE
     except (KdError, OSError) as error:
         if debug:
-            raise
+            traceback.print_exc()
         click.echo(f"kd: {_one_line(error)}", err=True)
         code = ExitCode.BLOCKED if isinstance(error, MissingError) else ExitCode.USAGE
     sys.exit(code)
@@ -389,6 +393,12 @@ _hosts_option = click.option(
     help="Hosts or groups of remote/hosts.yaml; one host after the other.",
     shell_complete=_complete_hosts,
 )
+
+
+def _gpu_names() -> list[str]:
+    from kdtree_engine.gpus import GPUS
+
+    return list(GPUS)
 
 
 def _phase_option(what: str, *, required: bool = False) -> Callable[..., Any]:
@@ -1496,8 +1506,12 @@ def profile_command(
     from phases.profile_ceiling import read_note
 
     sources = [traces or None, host_name, port, fresh]
-    if sum(source is not None for source in sources) != 1:
-        raise click.UsageError("name one of --trace, --host, --port and --serve")
+    named = sum(source is not None for source in sources)
+    if named != 1:
+        only = "only " if named else ""
+        raise click.UsageError(f"name {only}one of --trace, --host, --port and --serve")
+    if traces:
+        _no_use_of(ctx, "--trace", "contexts", "batches", "steps", "nodes", "eager", "seed")
     before = profile(earlier, progress=_Reading()) if earlier else None
     found: list[tuple[Any, Any]] = []
     remarks: list[str] = []
@@ -1525,6 +1539,14 @@ def profile_command(
     ctx.exit(ExitCode.PASSED if told else ExitCode.BLOCKED)
 
 
+def _no_use_of(ctx: click.Context, beside: str, *parameters: str) -> None:
+    """Raises UsageError where one of these options was given beside one that has no use of it."""
+    for option in ctx.command.params:
+        given = ctx.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
+        if option.name in parameters and given:
+            raise click.UsageError(f"{option.opts[0]} says nothing beside {beside}")
+
+
 def _profile_points(contexts: str, batches: str) -> list[Any]:
     from phases.numbers import counts, lengths
     from phases.profile_run import Point
@@ -1549,6 +1571,8 @@ def _profiled(
     """What is recorded at each point, of the service that was named; one after the other."""
     from phases import profile_run as work
     from phases.runner import signals_interrupt
+    from phases.serve import require_sglang
+    from phases.service import server_python
     from phases.service_scale import CPU, GPU
     from remote.profiler import asked_here
 
@@ -1568,6 +1592,7 @@ def _profiled(
         else:
             stack.enter_context(signals_interrupt())
             if fresh is not None:
+                require_sglang(server_python())
                 scale = GPU if machine.gpus else CPU
                 variant = work.VARIANTS[fresh](nodes)
                 most = max(point.batch for point in points)
@@ -1721,7 +1746,14 @@ def _print_tree(shown: Any) -> None:
     show_default=True,
     help="Tokens of a request in a step: the draft tree, or 1.",
 )
-@click.option("--gpu", default="rtx-pro-6000", show_default=True, metavar="NAME", help="Its rates.")
+@click.option(
+    "--gpu",
+    default="rtx-pro-6000",
+    show_default=True,
+    metavar="NAME",
+    shell_complete=_completing(_gpu_names),
+    help="Its rates: h200, rtx-pro-6000 or rtx-5090.",
+)
 @click.option(
     "--link", metavar="NAME", help="nvlink or pcie: its all-reduce (default: that of the GPU)."
 )
@@ -1862,7 +1894,14 @@ def _replaced(preset: Any, what: str, **given: tuple[float | None, float]) -> An
 
 
 @cli.command("plan-capacity", epilog=CAPACITY_EPILOG)
-@click.option("--gpu", default="rtx-pro-6000", show_default=True, metavar="NAME", help="Its rates.")
+@click.option(
+    "--gpu",
+    default="rtx-pro-6000",
+    show_default=True,
+    metavar="NAME",
+    shell_complete=_completing(_gpu_names),
+    help="Its rates: h200, rtx-pro-6000 or rtx-5090.",
+)
 @click.option("--gpus", type=click.IntRange(1, 1024), default=8, show_default=True)
 @click.option(
     "--tp",
@@ -2182,6 +2221,8 @@ def report_command(page: pathlib.Path | None, as_json: bool) -> None:
     from phases.reporting.kept import read_kept
     from phases.reporting.page import as_html
 
+    if page is not None and not page.absolute().parent.is_dir():
+        raise ConfigError(f"--html {page}: there is no folder {page.absolute().parent}")
     checkout = _checkout()
     _note("reading kept evidence, and drawing a router for the MoE prediction")
     report = gather(read_kept(checkout, _phases()), checkout)
@@ -3279,21 +3320,21 @@ _COLOURS = {
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A rich table on a terminal; elsewhere aligned plain text, one line for each row."""
+    """A rich table on a terminal with room for it; else aligned plain text, a line for each row.
+
+    A number or name that is cut or folded can be neither read nor typed, so the last column alone
+    gives way, and where that is not enough the terminal breaks whole lines.
+    """
     console = _console()
-    if console.is_terminal:
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    if console.is_terminal and sum(widths[:-1]) + 3 * len(widths) + 20 <= console.width:
         from rich.table import Table
         from rich.text import Text
 
         table = Table(header_style="bold")
-        # A name that is cut or folded cannot be typed: the last column gives way, if it can.
-        widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-        roomy = sum(widths[:-1]) + 3 * len(widths) + 20 <= console.width
-        for column, width in zip(columns, widths, strict=True):
-            last = column is columns[-1]
-            table.add_column(
-                column, overflow="fold", min_width=width if roomy and not last else None
-            )
+        for number, (column, width) in enumerate(zip(columns, widths, strict=True), 1):
+            last = number == len(columns)
+            table.add_column(column, overflow="fold", min_width=None if last else width)
         for row in rows:
             table.add_row(
                 *(

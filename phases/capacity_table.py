@@ -186,7 +186,7 @@ def remarks(found: Capacity) -> Iterator[str]:
 
 def _needs(memory: Memory) -> str:
     whole = (memory.weights + memory.kv) / 1e9
-    return f"{whole:.0f} GB a GPU, {memory.usable / 1e9:.0f} usable"
+    return f"needs {whole:.0f} GB of {memory.usable / 1e9:.0f} usable"
 
 
 def _weights(service: Service, memory: Memory) -> str:

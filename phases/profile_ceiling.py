@@ -111,7 +111,13 @@ def note_remarks(profile: Profile, note: Note | None) -> list[str]:
         found.append(f"{where}: {note.beside} requests of others ran too, and count")
     if note.ended:
         found.append(f"{where}: a request ended before all steps were recorded")
-    if note.step_us and profile.step_us > _SLOWED * note.step_us:
+    if note.step_us is None:
+        found.append(
+            f"{where}: recorded under SGLang's profiler, which slows the host by an amount that "
+            "was not measured here: the step and what the host does are overstated, what the GPU "
+            "does is not"
+        )
+    elif profile.step_us > _SLOWED * note.step_us:
         found.append(
             f"{where}: a step took {note.step_us:,.0f} us before the profiler ran and "
             f"{profile.step_us:,.0f} under it: what the host does is overstated by that, what "

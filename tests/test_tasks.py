@@ -19,6 +19,7 @@ import click.testing
 import pytest
 
 import tasks
+from kdtree_engine.gpus import GPUS
 from phases.checkout import find_checkout
 from phases.content import gate_content
 from phases.evidence import GateRecord, Record, Store
@@ -111,6 +112,20 @@ def test_a_state_folder_that_cannot_be_is_one_line_and_exit_2(
     assert run.returncode == 2
     assert len(run.stderr.splitlines()) == 1
     assert str(tmp_path / "file") in run.stderr
+
+
+def test_debug_shows_where_an_error_comes_from_and_changes_no_exit_code(kd: Kd) -> None:
+    plain, traced = kd("plan", "show", "99"), kd("--debug", "plan", "show", "99")
+    assert (plain.returncode, traced.returncode) == (2, 2)
+    assert "Traceback" not in plain.stderr
+    assert "Traceback" in traced.stderr
+    assert traced.stderr.endswith(plain.stderr)
+
+
+@pytest.mark.parametrize("command", ["moe", "plan-capacity"])
+def test_the_help_names_every_gpu(command: str) -> None:
+    told = click.testing.CliRunner().invoke(tasks.cli, [command, "--help"]).output
+    assert all(name in told for name in GPUS)
 
 
 def test_wrong_usage_is_exit_2(kd: Kd) -> None:
@@ -311,7 +326,7 @@ def test_capacity_is_planned_with_its_error_and_its_label(kd: Kd) -> None:
 def test_what_does_not_fit_is_said_and_exits_1(kd: Kd) -> None:
     refused = kd("plan-capacity", "--gpu", "rtx-5090", "--context", "4k", "--batch", "1")
     assert refused.returncode == 1
-    assert "does not fit: 77 GB a GPU, 30 usable" in refused.stdout
+    assert "does not fit: needs 77 GB of 30 usable" in refused.stdout
     assert refused.stderr.startswith("Kimi K2 does not fit on 8 x rtx-5090: its weights take 77.1 ")
 
 

@@ -85,7 +85,8 @@ def profiles_section(kept: Kept) -> Section:
         "Bottleneck, before and after",
         "Where the GPU's time in one decode step goes, by class of work, in microseconds from a "
         "torch-profiler trace. Each instant is shared out among the kernels that run, or is idle, "
-        "so the classes add up to the step.",
+        "so the classes add up to the step. SGLang's profiler slows the host, so idle time and the "
+        "step are longer here than in service; what kernels take is not.",
         (*blocks, *broken, *odd),
     )
 

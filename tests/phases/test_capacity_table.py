@@ -98,7 +98,7 @@ def test_the_service_that_was_measured_is_calibrated(root: pathlib.Path) -> None
 def test_weights_that_do_not_fit_are_said_plainly_and_have_no_times(root: pathlib.Path) -> None:
     found = planned(root, service("rtx-5090"))
     assert not found.fits
-    assert rows(found)[0][-1] == "does not fit: 76 GB a GPU, 30 usable"
+    assert rows(found)[0][-1] == "does not fit: needs 76 GB of 30 usable"
     assert {cell for row in rows(found) for cell in row[2:-1]} == {"-"}
     first = next(iter(remarks(found)))
     assert first.startswith("Kimi K2 does not fit on 8 x rtx-5090: its weights take 76.")

@@ -120,6 +120,8 @@ def test_a_profiler_that_slows_the_host_is_told() -> None:
     (line,) = note_remarks(found, some_note(step_us=2289.0))
     assert "a step took 2,289 us before the profiler ran and 4,152 under it" in line
     assert not note_remarks(found, some_note(step_us=4000.0))
+    (line,) = note_remarks(found, some_note(step_us=None))
+    assert "which slows the host by an amount that was not measured here" in line
     assert not note_remarks(found, None)
 
 

@@ -101,11 +101,18 @@ def test_json_is_a_list_with_what_was_profiled(kd: Any, tmp_path: pathlib.Path) 
     assert all(one["classes"] for one in found)
 
 
-@pytest.mark.parametrize("arguments", [(), ("--port", 1, "--serve", "plain")])
-def test_one_service_is_named(kd: Any, arguments: tuple[object, ...]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "name one of --trace, --host, --port and --serve"),
+        (("--port", 1, "--serve", "plain"), "name only one of --trace"),
+        (("--trace", __file__, "--context", "4k"), "--context says nothing beside --trace"),
+    ],
+)
+def test_one_service_is_named(kd: Any, arguments: tuple[object, ...], says: str) -> None:
     run = kd(*arguments)
     assert run.exit_code == 2
-    assert "name one of --trace, --host, --port and --serve" in run.stderr
+    assert says in run.stderr
 
 
 def test_a_context_that_is_no_number(kd: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 from kept_evidence import imbalance
 
 import tasks
+from kdtree_engine.errors import ConfigError
 from phases.reporting import gather as gathering
 
 
@@ -35,6 +36,7 @@ def test_in_words() -> None:
 
 def test_as_a_page_and_as_json(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "new/report.html"
+    file.parent.mkdir()
     run = kd("--html", file)
     assert run.exit_code == 0, run.output
     assert run.stdout == f"{file}\n"
@@ -48,3 +50,10 @@ def test_a_folder_cannot_be_written_to(tmp_path: pathlib.Path) -> None:
     run = kd("--html", tmp_path)
     assert run.exit_code == 2
     assert "is a directory" in run.output
+
+
+def test_a_folder_that_is_not_there_is_no_place_for_it(tmp_path: pathlib.Path) -> None:
+    run = kd("--html", tmp_path / "mistyped" / "report.html")
+    assert isinstance(run.exception, ConfigError)  # exit code 2
+    assert "there is no folder" in str(run.exception)
+    assert not (tmp_path / "mistyped").exists()
