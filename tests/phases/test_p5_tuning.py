@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from kdtree_engine import timing
 from kdtree_engine.attention import tree_verify_attention
 from kdtree_engine.build import BuildReport
 from kdtree_engine.errors import MissingError
@@ -152,6 +152,29 @@ def test_the_methods_share_no_seed() -> None:
     assert [replays_for(repeats) for repeats in (50, 3)] == [25, 3]
 
 
+class Clock:
+    """Counts what a kernel is said to take and a microsecond a look, however busy a machine is."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def read(self) -> int:
+        self.now_ns += 1000
+        return self.now_ns
+
+    def spend(self, seconds: float) -> None:
+        self.now_ns += round(seconds * 1e9)
+
+
+CLOCK = Clock()
+
+
+@pytest.fixture
+def own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_clock_ns", CLOCK.read)
+    monkeypatch.setattr(timing, "_second_clock_ns", CLOCK.read)
+
+
 CHAINS = Regime(1, 8, 2, 60)
 """Two nodes are a chain, whatever is drawn: the operation itself may stand for any peer."""
 
@@ -170,7 +193,7 @@ def peer(
             raise NotImplementedError(f"no trees: {regime}")
 
         def operation(*tensors: torch.Tensor) -> torch.Tensor:
-            time.sleep(delay_s)
+            CLOCK.spend(delay_s)
             out = tree_verify_attention(*tensors[:6], sm_scale=regime.sm_scale)
             assert isinstance(out, torch.Tensor)
             return out * factor
@@ -189,6 +212,7 @@ def against(ctx: Context, *peers: Peer, **options: Any) -> dict[str, float]:
     return {figure.name: figure.value for figure in figures}
 
 
+@pytest.mark.usefixtures("own_clock")
 def test_a_slower_bar_is_passed_and_the_others_are_recorded_without_a_threshold(
     ctx: Context,
 ) -> None:
@@ -199,25 +223,26 @@ def test_a_slower_bar_is_passed_and_the_others_are_recorded_without_a_threshold(
         peer("faster"),
         peer("wrong", SLOW, factor=1.5),
         peer("absent", load=absent),
-        candidate=delayed(SLOW / 2),  # a busy machine may put tens of ms in its way, or the others'
+        candidate=delayed(SLOW / 10),
         regimes=[CHAINS, *longer, SMALL],
     )
-    assert found["least speed-up over flashinfer-fa2"] > 1
+    assert found["least speed-up over flashinfer-fa2"] == pytest.approx(10, rel=0.01)
     assert found["regimes that flashinfer-fa2 does"] == 3
     assert found[f"{CHAINS}, over faster, chain"] < 1
-    assert found[f"{SMALL}"] > SLOW / 2 * 1e6
+    assert found[f"{SMALL}"] == pytest.approx(SLOW / 10 * 1e6, rel=0.01)
     assert not any("wrong" in name or "absent" in name for name in found)
     assert not any(name.startswith(f"{SMALL}, over") for name in found)
 
 
 def delayed(delay_s: float) -> Any:
     def candidate(*tensors: Any, **options: Any) -> Any:
-        time.sleep(delay_s)
+        CLOCK.spend(delay_s)
         return tree_verify_attention(*tensors, **options)
 
     return candidate
 
 
+@pytest.mark.usefixtures("own_clock")
 def test_a_faster_bar_fails_the_gate_and_the_figures_are_kept(ctx: Context) -> None:
     with pytest.raises(
         GateFailure, match=r"not faster than flashinfer-fa2 at B=1 H=8 T=2 L=60: 0\.\d\dx"
@@ -227,6 +252,7 @@ def test_a_faster_bar_fails_the_gate_and_the_figures_are_kept(ctx: Context) -> N
     assert caught.value.figures[0].value < 1
 
 
+@pytest.mark.usefixtures("own_clock")
 def test_a_wrong_kernel_is_not_compared(ctx: Context) -> None:
     def wrong(*tensors: Any, **options: Any) -> Any:
         return 1.1 * tree_verify_attention(*tensors, **options)  # type: ignore[operator]
@@ -269,6 +295,7 @@ def test_a_bar_that_is_right_nowhere_shows_nothing(ctx: Context, bar: Peer, text
         against(ctx, bar)
 
 
+@pytest.mark.usefixtures("own_clock")
 def test_a_bar_that_does_few_of_the_regimes_shows_little(ctx: Context) -> None:
     with pytest.raises(ValueError, match=r"was right in 1 of 2 regimes, .*B=1 H=8 T=3 L=200"):
         against(ctx, peer("flashinfer-fa2", SLOW), regimes=[CHAINS, SMALL])
