@@ -18,6 +18,7 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -32,6 +33,7 @@ from remote import agent
 
 _SHORT_S = 60.0
 _PREFILL_S = 1800.0  # of one request's prompt; a long one on a small machine
+_STALLED_S = 60.0  # a file grows again; ranks write at about the same time
 _WRITTEN_S = 600.0  # after the passes; a trace of many ranks is written rank by rank
 _POLL_S = 0.02
 _LOOK_S = 0.5
@@ -361,13 +363,25 @@ class _Files:
         self._pattern = f"{name}-TP-*.trace.json.gz"
         self._ranks = ranks
         self._sizes: list[int] = []
+        self._grown_at = time.monotonic()
 
     def whole(self) -> list[pathlib.Path]:
-        """The files, once each rank's is whole. One that still grows is not read for that."""
+        """The files, once each rank's is whole. One that still grows is not read for that.
+
+        Raises Refused where what is there grows no more and is not whole, as on a full disk.
+        """
         found = sorted(self.folder.glob(self._pattern))
         before, self._sizes = self._sizes, [path.stat().st_size for path in found]
-        grows = len(found) < self._ranks or self._sizes != before
-        self.seen = not grows and all(map(_whole, found))
+        if self._sizes != before:
+            self._grown_at = time.monotonic()
+        elif len(found) >= self._ranks:
+            self.seen = all(map(_whole, found))
+        if not self.seen and found and time.monotonic() - self._grown_at > _STALLED_S:
+            free = shutil.disk_usage(self.folder).free >> 20
+            raise agent.Refused(
+                f"{self.folder}: {len(found)} of {self._ranks} traces are there, not whole, and "
+                f"grow no more; {free} MB are free"
+            )
         return found if self.seen else []
 
 

@@ -115,18 +115,30 @@ def test_requests_of_others_are_told(tmp_path: pathlib.Path) -> None:
 def test_a_recording_that_goes_on_is_stopped(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiler, "_WRITTEN_S", 1.0)
+    monkeypatch.setattr(profiler, "_WRITTEN_S", 3.0)
     with fake_sglang(writes="nothing") as fake:
-        with pytest.raises(agent.Refused, match=r"wrote no whole files of 1 ranks within 1 s"):
+        with pytest.raises(agent.Refused, match=r"wrote no whole files of 1 ranks within 3 s"):
             profiler.profile(asked(fake, tmp_path))
         assert not fake.holding
     assert fake.paths()[-3:] == ["/stop_profile", "/abort_request", "/abort_request"]
 
 
 def test_half_a_file_is_not_taken(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiler, "_WRITTEN_S", 1.0)
+    monkeypatch.setattr(profiler, "_WRITTEN_S", 3.0)
     with fake_sglang(writes="cut") as fake, pytest.raises(agent.Refused, match="no whole files"):
         profiler.profile(asked(fake, tmp_path))
+
+
+def test_a_file_that_grows_no_more_is_not_waited_for(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk: the requests are aborted at once, and the profiler is stopped."""
+    monkeypatch.setattr(profiler, "_STALLED_S", 0.8)
+    with fake_sglang(writes="cut") as fake:
+        with pytest.raises(agent.Refused, match=r"1 of 1 traces .* grow no more; \d+ MB are free"):
+            profiler.profile(asked(fake, tmp_path))
+        assert not fake.holding
+    assert "/stop_profile" in fake.paths()
 
 
 def test_where_requests_end_early_what_was_recorded_counts(tmp_path: pathlib.Path) -> None:
@@ -189,14 +201,15 @@ def test_the_recording_of_somebody_else_goes_on(tmp_path: pathlib.Path) -> None:
 def test_a_server_that_hangs_is_waited_for_once(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiler, "_SHORT_S", 0.5)
-    monkeypatch.setattr(profiler, "_WRITTEN_S", 0.5)
+    """Each of twenty requests by itself would take four seconds, twice."""
+    monkeypatch.setattr(profiler, "_SHORT_S", 4.0)
+    monkeypatch.setattr(profiler, "_WRITTEN_S", 3.0)
     with fake_sglang(writes="nothing") as fake:
-        fake._release = lambda name: time.sleep(5) or ""  # type: ignore[method-assign,func-returns-value]
+        fake._release = lambda name: time.sleep(8) or ""  # type: ignore[method-assign,func-returns-value]
         begun = time.monotonic()
         with pytest.raises(agent.Refused, match="no whole files"):
-            profiler.profile(asked(fake, tmp_path, batch=40))
-        assert time.monotonic() - begun < 15
+            profiler.profile(asked(fake, tmp_path, batch=20))
+        assert time.monotonic() - begun < 60
 
 
 @pytest.mark.parametrize(
