@@ -129,11 +129,12 @@ def test_a_library_of_other_sources_starts_no_server(
 
 
 def test_a_bench_with_other_tokens_is_not_right(tmp_path: pathlib.Path) -> None:
-    found, document = benched(tmp_path, FakeStart("late token", seconds=FAST))
+    paced = {**FAST, "kdtree_mla-trees": 0.003}  # long beside what a busy machine puts in between
+    found, document = benched(tmp_path, FakeStart("late token", seconds=paced))
     assert not found.right
     assert document["servers"][0]["differences"][0]["step"] == 21
     assert bench.rows(found)[0][-1] == "differs at 21"
-    near, _ = benched(tmp_path, FakeStart("near-tie", seconds=FAST))
+    near, _ = benched(tmp_path, FakeStart("near-tie", seconds=paced))
     assert near.right
     assert bench.rows(near)[0][-1] == "near-tie at 2"
 
