@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 from fake_service import SCALE
+from machines import HERE
 from paced_server import PacedServer
 
 import tasks
 from kdtree_engine.errors import ConfigError, MissingError
-from kdtree_engine.machine import Gpu, Machine
+from kdtree_engine.machine import Gpu
 from phases import bench_load as bench
 from phases import load_table
 from phases.bench_load import LoadBench, Plan
@@ -32,20 +33,6 @@ from phases.service import Service, ServiceFailed
 
 SWEEP = Plan((32,), concurrency=(1, 2), seconds=0.3, new_tokens=8, prompts=3, silence_s=60.0)
 PLAN = dataclasses.replace(SWEEP, concurrency=(2,))
-MACHINE = Machine(
-    hostname="here",
-    system="Linux",
-    python="3.12",
-    torch="2.11",
-    cuda="13.0",
-    driver="580",
-    gpus=(),
-    nvcc=None,
-    compute_sanitizer=None,
-    sglang="0.5.23",
-    ssh=None,
-    rsync=None,
-)
 
 
 class Screen:
@@ -104,7 +91,7 @@ def benched(
     found, file = bench.bench_load(
         plan,
         checkout=Checkout(tmp_path, tmp_path / "state"),
-        machine=MACHINE,
+        machine=HERE,
         command=["kd", "bench", "serve", "--concurrency", "1,2"],
         screen=screen or Screen(),
         scale=SCALE,
@@ -123,7 +110,7 @@ def live(tmp_path: pathlib.Path, server: PacedServer, plan: Plan = PLAN) -> tupl
             server.url,
             plan,
             checkout=Checkout(tmp_path, tmp_path / "state"),
-            machine=MACHINE,
+            machine=HERE,
             command=["kd"],
             screen=Screen(),
         )
@@ -351,7 +338,7 @@ def test_a_model_that_is_not_here_needs_a_file(tmp_path: pathlib.Path) -> None:
     server = PacedServer(model="somebody/some-model")
     options: dict[str, Any] = {
         "checkout": Checkout(tmp_path, tmp_path),
-        "machine": MACHINE,
+        "machine": HERE,
         "command": [],
         "screen": Screen(),
     }
@@ -400,7 +387,7 @@ def test_options_that_contradict_each_other(line: tuple[str, ...]) -> None:
 def test_without_a_gpu_only_a_live_server_can_be_loaded(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tasks, "_this_machine", lambda: MACHINE)
+    monkeypatch.setattr(tasks, "_this_machine", lambda: HERE)
     monkeypatch.setattr(tasks, "_checkout", lambda: Checkout(tmp_path, tmp_path / "state"))
     with pytest.raises(MissingError, match="no CUDA GPU"):
         kd("--concurrency", "1,2")
@@ -422,7 +409,7 @@ def test_the_command_loads_the_three_servers(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu = Gpu("some GPU", (9, 0), 1, 1, usable=True)
-    monkeypatch.setattr(tasks, "_this_machine", lambda: dataclasses.replace(MACHINE, gpus=(gpu,)))
+    monkeypatch.setattr(tasks, "_this_machine", lambda: dataclasses.replace(HERE, gpus=(gpu,)))
     monkeypatch.setattr("phases.serve.require_sglang", lambda python: None)
     asked: list[Any] = []
     result = LoadBench(PLAN, "gpu", 9, True, ("live",), 0.1, interrupted=True)

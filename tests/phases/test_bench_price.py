@@ -9,22 +9,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from machines import HERE
 
 import tasks
 from kdtree_engine.errors import MissingError
-from kdtree_engine.machine import Gpu, Machine
+from kdtree_engine.machine import Gpu
 from kdtree_engine.timing import ImplausibleTiming
 from phases import bench_price as bench
 from phases.checkout import Checkout
 from phases.exit_code import ExitCode
 from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
 
-MACHINE = Machine(
-    hostname="here", system="Linux", python="3.11", torch="2.9", cuda=None, driver=None, gpus=(),
-    nvcc=None, compute_sanitizer=None, sglang=None, ssh=None, rsync=None,
-)  # fmt: skip
 BENCH = bench.bench_price  # one test replaces it
-WITH_GPU = dataclasses.replace(MACHINE, gpus=(Gpu("some GPU", (9, 0), 1, 1, usable=True),))
+WITH_GPU = dataclasses.replace(HERE, gpus=(Gpu("some GPU", (9, 0), 1, 1, usable=True),))
 TITLE = "verify of 9 nodes, 65536 tokens"
 FIGURES = [
     Figure("most that contiguity saves in verify, a layer", 0.4, Unit.MICROSECONDS),
@@ -44,7 +41,7 @@ def benched(root: pathlib.Path, state: pathlib.Path, **options: Any) -> Any:
     return BENCH(
         seed=7,
         checkout=Checkout(root, state),
-        machine=MACHINE,
+        machine=HERE,
         command=["kd", "bench", "price"],
         progress=lambda done, total, note: None,
         **given,
@@ -116,6 +113,6 @@ def test_a_wrong_output_leaves_no_file_and_fails(
 
 
 def test_without_a_gpu_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "_this_machine", lambda: MACHINE)
+    monkeypatch.setattr(tasks, "_this_machine", lambda: HERE)
     with pytest.raises(MissingError, match="no CUDA GPU"):
         tasks.cli.main(["bench", "price"], prog_name="kd", standalone_mode=False)

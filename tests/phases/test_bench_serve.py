@@ -10,30 +10,16 @@ from typing import Any
 import pytest
 import torch
 from fake_service import FAST, SCALE, FakeStart
+from machines import HERE
 
 import tasks
 from kdtree_engine.build import CompileError, sources_digest
 from kdtree_engine.errors import MissingError
-from kdtree_engine.machine import Gpu, Machine
+from kdtree_engine.machine import Gpu
 from phases import bench_serve as bench
 from phases.checkout import Checkout
 from phases.service_scale import Scale
 from phases.service_speed import NEW_TOKENS
-
-MACHINE = Machine(
-    hostname="here",
-    system="Linux",
-    python="3.12",
-    torch="2.11",
-    cuda="13.0",
-    driver="580",
-    gpus=(),
-    nvcc=None,
-    compute_sanitizer=None,
-    sglang="0.5.17",
-    ssh=None,
-    rsync=None,
-)
 
 
 def benched(
@@ -146,7 +132,7 @@ def test_the_command_and_the_gates_time_the_same(root: pathlib.Path) -> None:
 
 
 def test_without_a_gpu_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "_this_machine", lambda: MACHINE)
+    monkeypatch.setattr(tasks, "_this_machine", lambda: HERE)
     with pytest.raises(MissingError, match="no CUDA GPU"):
         tasks.cli.main(["bench", "serve"], prog_name="kd", standalone_mode=False)
 
@@ -155,7 +141,7 @@ def test_the_command_prints_a_table_or_the_file(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu = Gpu("some GPU", (9, 0), 1, 1, usable=True)
-    machine = dataclasses.replace(MACHINE, gpus=(gpu,))
+    machine = dataclasses.replace(HERE, gpus=(gpu,))
     monkeypatch.setattr(tasks, "_this_machine", lambda: machine)
     monkeypatch.setattr("phases.serve.require_sglang", lambda python: None)
     asked: list[Any] = []
