@@ -823,6 +823,13 @@ def bench_group() -> None:
     show_default=True,
     help="Also time the kernels of other projects that are installed, each checked first.",
 )
+@click.option(
+    "--peer",
+    "named",
+    multiple=True,
+    metavar="NAME",
+    help="Of the peers only this one; sglang-decode where T is 1. Repeatable.",
+)
 @_json_option
 @click.pass_context
 def bench_kernel(
@@ -832,16 +839,25 @@ def bench_kernel(
     libraries: tuple[pathlib.Path, ...],
     repeats: int,
     peers: bool,
+    named: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Time the kernel on this machine's GPU, against the card's ceilings and installed peers."""
     from phases import bench as work
     from phases.bench_table import COLUMNS, bench_rows, ceilings
+    from phases.decode_peers import DECODE_PEERS
     from phases.peers import PEERS
     from phases.requirement import Requirement
 
     chosen = [work.parse_regime(text) for text in regimes] or list(work.REGIMES)
     forced: list[work.Tile | None] = [work.parse_tile(text) for text in tiles]
+    decodes = DECODE_PEERS if all(regime.nodes == 1 for regime in chosen) else ()
+    beside = {peer.name: peer for peer in (*PEERS, *decodes)}
+    for name in named:
+        if name not in beside:
+            raise click.BadParameter(
+                f"no peer {name} here, there are: {', '.join(beside)}", param_hint="--peer"
+            )
     checkout, machine = _checkout(), _this_machine()
     if (lack := Requirement.GPU.missing(machine)) is not None:
         raise MissingError(lack, remedy=Requirement.GPU.remedy)
@@ -854,7 +870,7 @@ def bench_kernel(
         machine=machine,
         command=["kd", *sys.argv[1:]],
         progress=_say_timed,
-        peers=PEERS if peers else (),
+        peers=[beside[name] for name in named or beside] if peers else [],
     )
     if as_json:
         click.echo(file.read_text(encoding="utf-8"), nl=False)
@@ -1422,8 +1438,9 @@ def _say_timed(done: int, total: int, what: str) -> None:
 @click.option(
     "--serve",
     "fresh",
-    type=click.Choice(["kernel", "triton", "plain"]),
-    help="Serve a small model here, with trees on the kernel or on Triton or without, and profile.",
+    type=click.Choice(["kernel", "triton", "plain", "decode"]),
+    help="Serve a small model here and profile it: with trees on the kernel or on Triton, or "
+    "without, decoded on Triton (plain) or on the kernel (decode).",
 )
 @click.option(
     "--context",

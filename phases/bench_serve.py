@@ -1,4 +1,4 @@
-"""`kd bench serve`: decode speed of the live service, on the kernel, on Triton, and without trees.
+"""`kd bench serve`: decode speed of the live service, on the kernel and on Triton, trees and none.
 
 All servers run in one run on one machine, one after the other, over the same model, prompts and
 graph sizes. The tokens of each are held against those without speculation; a server with other
@@ -24,7 +24,7 @@ from kdtree_engine.machine import Machine
 from phases.checkout import Checkout
 from phases.evidence import new_run_id, now
 from phases.service import serving
-from phases.service_scale import GPU, Scale, Start, Variant, kernel, plain, triton
+from phases.service_scale import GPU, Scale, Start, Variant, decoding, kernel, plain, triton
 from phases.service_speed import (
     LAYERS,
     NEW_TOKENS,
@@ -85,7 +85,7 @@ class ServeBench:
 
 def variants(nodes: int) -> tuple[Variant, ...]:
     """In the order in which they are served: what matters most first."""
-    return kernel(nodes), plain(), triton(nodes)
+    return kernel(nodes), plain(), triton(nodes), decoding()
 
 
 def bench_serve(

@@ -224,7 +224,7 @@ def _accepted(found: Capacity) -> str:
     if load.nodes == 1:
         return (
             "no speculation: a step gives one token a request; its attention is this kernel's, "
-            "which decodes with KDTREE_DECODE=1 alone"
+            "which decodes unless KDTREE_DECODE=0"
         )
     if not found.assumed:
         return f"{load.accepted:g} tokens accepted of {load.nodes} verified, as given"

@@ -18,7 +18,7 @@ from kdtree_engine.atomic import write_atomically
 from kdtree_engine.machine import Machine
 from phases.evidence import new_run_id, now
 from phases.service import serving
-from phases.service_scale import Scale, Start, Variant, kernel, launched, plain, triton
+from phases.service_scale import Scale, Start, Variant, decoding, kernel, launched, plain, triton
 from phases.service_speed import LAYERS
 
 __all__ = ["VARIANTS", "Drive", "Point", "Profiled", "profile_points", "served"]
@@ -31,6 +31,7 @@ VARIANTS: Mapping[str, Callable[[int], Variant]] = {
     "kernel": kernel,
     "triton": triton,
     "plain": lambda nodes: plain(),
+    "decode": lambda nodes: decoding(),
 }
 _VOCABULARY = 480
 """Distinct tokens of the prompts."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from phases.candidates import require_current_library
 from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
 from phases.service import Answer, Service, failures_in, plain_text, serving
-from phases.service_scale import Scale, Start, Variant, kernel, launched, plain
+from phases.service_scale import Scale, Start, Variant, decoding, launched, plain
 from phases.service_tokens import (
     LIKELY,
     Comparison,
@@ -30,8 +30,9 @@ __all__ = ["LAYERS", "Asked", "Turn", "ask_servers", "compared", "saying"]
 
 LAYERS = 2
 """Of the model whose tokens are compared: what prefills 200,000 tokens on each server."""
-_BACKEND = kernel(1).backend
+_BACKEND = decoding().backend
 _SERVES = f"{_BACKEND}: SGLang "
+_ON_KERNEL = "verify: kernel; decode: kernel"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +75,8 @@ def ask_servers(
 
     Raises GateFailure where the kernel library is not what csrc as it is makes, where a server's
     log says that a plugin failed, or where one that was asked for the kernel does not say in its
-    line that trees are verified on it. Of several failures it is the first one's; the other servers
-    end at their next request.
+    line that it verifies and decodes on it. Of several failures it is the first one's; the other
+    servers end at their next request.
     """
     require_current_library(scale.device)
     model = scale.write_model(ctx.scratch / "model", ctx.seed, scale.vocabulary, LAYERS)
@@ -222,8 +223,8 @@ def _log_is_well(variant: Variant, log: pathlib.Path) -> None:
     if variant.backend != _BACKEND:
         return
     said = [line for line in text.splitlines() if _SERVES in line]
-    if not said or not all("verify: kernel" in line for line in said):
+    if not said or not all(_ON_KERNEL in line for line in said):
         raise GateFailure(
             FailureKind.LAUNCH,
-            f"{variant.name}: expected a line with '{_SERVES}' and 'verify: kernel', got {said}",
+            f"{variant.name}: expected a line with '{_SERVES}' and '{_ON_KERNEL}', got {said}",
         )

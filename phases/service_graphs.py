@@ -29,16 +29,19 @@ _CAPTURE = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Replays:
-    """sizes: how many target-verify replays there were by (padded, real) number of requests.
+    """Replays by mode, and decode steps with and without one.
 
+    sizes, decodes: how many of target-verify and of plain decode there were, by (padded, real)
+        number of requests.
     other: replays in another mode. eager: decode steps without a graph. in_graphs: those with one;
-    with neither, the log does not tell of its steps as is expected here.
+        with neither, the log does not tell of its steps as is expected here.
     """
 
     sizes: Mapping[tuple[int, int], int]
     other: int
     eager: int
     in_graphs: int
+    decodes: Mapping[tuple[int, int], int] = dataclasses.field(default_factory=dict)
 
     @property
     def verified(self) -> int:
@@ -47,8 +50,22 @@ class Replays:
 
     @property
     def padded(self) -> int:
-        """Replays with fewer requests than their graph was captured for."""
-        return sum(count for (size, real), count in self.sizes.items() if real < size)
+        """Replays of target-verify with fewer requests than their graph was captured for."""
+        return _padded(self.sizes)
+
+    @property
+    def decoded(self) -> int:
+        """Replays of plain decode."""
+        return sum(self.decodes.values())
+
+    @property
+    def padded_decodes(self) -> int:
+        """Replays of plain decode with fewer requests than their graph was captured for."""
+        return _padded(self.decodes)
+
+
+def _padded(sizes: Mapping[tuple[int, int], int]) -> int:
+    return sum(count for (size, real), count in sizes.items() if real < size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,15 +79,20 @@ class Capture:
 
 def replays_in(log: str) -> Replays:
     """From a log without colour codes."""
-    sizes: collections.Counter[tuple[int, int]] = collections.Counter()
-    other = 0
+    modes: dict[str, collections.Counter[tuple[int, int]]]
+    modes = collections.defaultdict(collections.Counter)
     for size, mode, real in _REPLAY.findall(log):
-        if mode == "TARGET_VERIFY":
-            sizes[int(size), int(real)] += 1
-        else:
-            other += 1
+        modes[mode][int(size), int(real)] += 1
+    sizes = modes.pop("TARGET_VERIFY", collections.Counter())
+    decodes = modes.pop("DECODE", collections.Counter())
     steps = collections.Counter(_STEP.findall(log))
-    return Replays(dict(sizes), other, eager=steps["False"], in_graphs=steps["True"])
+    return Replays(
+        sizes,
+        other=sum(one.total() for one in modes.values()),
+        eager=steps["False"],
+        in_graphs=steps["True"],
+        decodes=decodes,
+    )
 
 
 def capture_in(log: str) -> Capture:

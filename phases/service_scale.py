@@ -20,7 +20,18 @@ import torch
 from phases.service import Service
 from phases.small_model import write_service_model, write_small_model
 
-__all__ = ["CPU", "GPU", "Scale", "Start", "Variant", "kernel", "launched", "plain", "triton"]
+__all__ = [
+    "CPU",
+    "GPU",
+    "Scale",
+    "Start",
+    "Variant",
+    "decoding",
+    "kernel",
+    "launched",
+    "plain",
+    "triton",
+]
 
 Start = Callable[..., contextlib.AbstractContextManager[Service]]
 
@@ -56,6 +67,11 @@ class Variant:
 def kernel(nodes: int) -> Variant:
     """Trees verified on the kernel."""
     return Variant("kdtree_mla", nodes)
+
+
+def decoding() -> Variant:
+    """No speculation: plain decode on the kernel."""
+    return Variant("kdtree_mla")
 
 
 def triton(nodes: int) -> Variant:

@@ -11,10 +11,12 @@ to count.
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import pathlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from phases.candidates import require_current_library
 from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
@@ -29,7 +31,7 @@ from phases.service import (
 )
 from phases.service_compared import saying
 from phases.service_graphs import Capture, capture_in
-from phases.service_scale import Scale, Start, Variant, kernel, launched, plain, triton
+from phases.service_scale import Scale, Start, Variant, decoding, kernel, launched, plain, triton
 from phases.service_tokens import LIKELY, Difference, compare_answer, draw_prompts, tie_bound
 
 __all__ = [
@@ -54,6 +56,8 @@ LAYERS = 4
 NEW_TOKENS = 256
 
 _SHORT = 2
+_SLEEPS = ("--sleep-on-idle",)
+"""A scheduler without requests asks for some all the time: a core for each server that waits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,33 +91,50 @@ def decode_speed(
     Raises ServiceFailed where an answer is not as many tokens as were asked for, or where the long
     one takes no longer than the short one, or no more verifications.
     """
-    long = _SHORT + new_tokens
-    first = _one(service, prompt, long, likely)
-    timed: dict[Tokens, None] = {}
-    fastest: dict[int, tuple[float, int]] = {}  # seconds, and the verifications of the same pass
+    passes = _Passes(service, prompt, new_tokens, likely)
     for _ in range(repeats):
-        for count in (_SHORT, long):
+        passes.time_one()
+    return passes.speed()
+
+
+class _Passes:
+    """The timed passes of one prompt on one server; the untimed one is made with it."""
+
+    def __init__(self, service: Service, prompt: Tokens, new_tokens: int, likely: int) -> None:
+        self._service, self._prompt, self._new_tokens = service, prompt, new_tokens
+        self._first = _one(service, prompt, _SHORT + new_tokens, likely)
+        self._timed: dict[Tokens, None] = {}
+        self._fastest: dict[int, tuple[float, int]] = {}
+        """By the tokens of an answer: seconds, and the verifications of the same pass."""
+
+    def time_one(self) -> None:
+        """One pass: a short answer and a long one."""
+        for count in (_SHORT, _SHORT + self._new_tokens):
             begun = time.perf_counter()
-            answer = _one(service, prompt, count)
+            answer = _one(self._service, self._prompt, count)
             one = (time.perf_counter() - begun, answer.verified)
-            fastest[count] = min(one, fastest.get(count, one))
-            if answer.tokens != first.tokens[:count]:
-                timed[answer.tokens] = None
-    (seconds, verified), (before_seconds, before) = fastest[long], fastest[_SHORT]
-    taken = seconds - before_seconds
-    if taken <= 0:
-        raise ServiceFailed(f"{long} tokens took no longer than {_SHORT}: nothing was decoded")
-    # The first token of an answer comes from the prefill.
-    accepted = (long - 1) / verified if verified else 0.0
-    # A short answer's one verification gives more than it is asked for, which is thrown away: so
-    # what the rest took is counted in verifications, and not in tokens.
-    decoded = accepted * (verified - before) if verified else new_tokens
-    if decoded <= 0:
-        raise ServiceFailed(
-            f"{long} tokens took {verified} verifications and {_SHORT} took {before}, expected "
-            "more: nothing was decoded; ask for more new tokens"
-        )
-    return Speed(len(prompt), decoded / taken, accepted, first, tuple(timed))
+            self._fastest[count] = min(one, self._fastest.get(count, one))
+            if answer.tokens != self._first.tokens[:count]:
+                self._timed[answer.tokens] = None
+
+    def speed(self) -> Speed:
+        """Of the fastest pass so far. Raises ServiceFailed where nothing was decoded in it."""
+        long = _SHORT + self._new_tokens
+        (seconds, verified), (before_seconds, before) = self._fastest[long], self._fastest[_SHORT]
+        taken = seconds - before_seconds
+        if taken <= 0:
+            raise ServiceFailed(f"{long} tokens took no longer than {_SHORT}: nothing was decoded")
+        # The first token of an answer comes from the prefill.
+        accepted = (long - 1) / verified if verified else 0.0
+        # A short answer's one verification gives more than it is asked for, which is thrown away:
+        # so what the rest took is counted in verifications, and not in tokens.
+        decoded = accepted * (verified - before) if verified else self._new_tokens
+        if decoded <= 0:
+            raise ServiceFailed(
+                f"{long} tokens took {verified} verifications and {_SHORT} took {before}, expected "
+                "more: nothing was decoded; ask for more new tokens"
+            )
+        return Speed(len(self._prompt), decoded / taken, accepted, self._first, tuple(self._timed))
 
 
 def _one(service: Service, prompt: Tokens, count: int, likely: int = 0) -> Answer:
@@ -163,21 +184,9 @@ def measure(
     folder: holds the model, which the first of several measurements writes, and the logs.
     keep: called after each length, with what there is.
     """
-    model = folder / f"model-{LAYERS}"
-    if not model.is_dir():
-        scale.write_model(model, seed, scale.vocabulary, LAYERS)
-    log = folder / f"{variant.name}.log"
+    _write_model(scale, folder, seed)
     note(f"{variant.name}: starts")
-    begun = time.monotonic()
-    with launched(
-        scale, variant, model=model, log=log, start=start, graphs=graphs, at_once=1
-    ) as service:
-        served = Served(
-            variant,
-            start_seconds=time.monotonic() - begun,
-            capture=capture_in(plain_text(log)),
-            graph_bytes=service.load().graph_bytes,
-        )
+    with _started(scale, variant, folder=folder, graphs=graphs, start=start) as (service, served):
         keep(served)
         for length in lengths:
             note(f"{variant.name}: {length} tokens")
@@ -194,6 +203,49 @@ def measure(
     return served
 
 
+def _model(folder: pathlib.Path) -> pathlib.Path:
+    return folder / f"model-{LAYERS}"
+
+
+def _write_model(scale: Scale, folder: pathlib.Path, seed: int) -> None:
+    if not _model(folder).is_dir():
+        scale.write_model(_model(folder), seed, scale.vocabulary, LAYERS)
+
+
+@contextlib.contextmanager
+def _started(
+    scale: Scale,
+    variant: Variant,
+    *,
+    folder: pathlib.Path,
+    graphs: bool,
+    start: Start,
+    more: tuple[str, ...] = (),
+) -> Iterator[tuple[Service, Served]]:
+    """A server that can be timed, and what is known of it before."""
+    log = folder / f"{variant.name}.log"
+    begun = time.monotonic()
+    with launched(
+        scale,
+        variant,
+        model=_model(folder),
+        log=log,
+        start=start,
+        graphs=graphs,
+        at_once=1,
+        more=more,
+    ) as service:
+        yield (
+            service,
+            Served(
+                variant,
+                start_seconds=time.monotonic() - begun,
+                capture=capture_in(plain_text(log)),
+                graph_bytes=service.load().graph_bytes,
+            ),
+        )
+
+
 def measure_all(
     ctx: Context,
     chosen: Sequence[Variant],
@@ -204,24 +256,53 @@ def measure_all(
     start: Start,
     new_tokens: int,
 ) -> list[Served]:
-    """Each variant of a speed gate, in turn.
+    """Each variant of a speed gate, by turns: a pass of each, then the next pass of each.
+
+    A step is the host's as much as the GPU's, and a host is now faster and now slower. One server
+    after the other, that would fall to one of them; so all run until the end, and those that are
+    not asked sleep. They start one after the other where graphs are captured, as what a capture
+    takes is on record; else at once, where `scale` has them side by side.
 
     Raises GateFailure where the kernel library is not what csrc as it is makes.
     """
     require_current_library(scale.device)
+    _write_model(scale, ctx.scratch, ctx.seed)
+    with contextlib.ExitStack() as running:
+
+        def begin(number: int) -> tuple[Service, Served]:
+            saying(ctx, number, len(chosen))(f"{chosen[number].name}: starts")
+            return running.enter_context(
+                _started(
+                    scale,
+                    chosen[number],
+                    folder=ctx.scratch,
+                    graphs=graphs,
+                    start=start,
+                    more=_SLEEPS,
+                )
+            )
+
+        at_once = len(chosen) if scale.side_by_side and not graphs else 1
+        with concurrent.futures.ThreadPoolExecutor(max_workers=at_once) as pool:
+            begun = list(pool.map(begin, range(len(chosen))))
+        speeds: list[list[Speed]] = [[] for _ in chosen]
+        for number, length in enumerate(lengths):
+            note = saying(ctx, number, len(lengths))
+            (prompt,) = draw_prompts(scale, length, 1, ctx.seed)
+            passes = []
+            for service, served in begun:
+                note(f"{served.variant.name}: {length} tokens")
+                likely = LIKELY if served.variant == plain() else 0
+                passes.append(_Passes(service, prompt, new_tokens, likely))
+            note(f"{length} tokens: {scale.passes} passes of each server")
+            for _ in range(scale.passes):
+                for one in passes:
+                    one.time_one()
+            for found, one in zip(speeds, passes, strict=True):
+                found.append(one.speed())
     return [
-        measure(
-            scale,
-            variant,
-            folder=ctx.scratch,
-            seed=ctx.seed,
-            graphs=graphs,
-            lengths=lengths,
-            start=start,
-            new_tokens=new_tokens,
-            note=saying(ctx, number, len(chosen)),
-        )
-        for number, variant in enumerate(chosen)
+        dataclasses.replace(served, speeds=tuple(found))
+        for (_, served), found in zip(begun, speeds, strict=True)
     ]
 
 
@@ -325,15 +406,17 @@ def judged_speeds(
     new_tokens: int,
     times_triton: Mapping[int, float],
     times_plain: Mapping[int, float],
+    decode_times_plain: Mapping[int, float],
 ) -> list[Figure]:
-    """A speed gate: trees on the kernel, no speculation, and trees on Triton, in one run.
+    """A speed gate: trees on the kernel, on Triton, and no speculation on both, in one run.
 
-    times_triton, times_plain: how many times as fast as those the kernel's must be, by length.
-        Trees on Triton are held against by tokens a second and by verifications a second.
+    times_triton, times_plain: how many times as fast as those the kernel's trees must be, by
+        length. Trees on Triton are held against by tokens a second and by verifications a second.
+    decode_times_plain: how many times as fast as no speculation on Triton it must be on the kernel.
     Raises GateFailure where it is slower, or was timed at other tokens than the reference's.
     """
-    chosen = (kernel(nodes), plain(), triton(nodes))
-    ours, alone, stock = measure_all(
+    chosen = (kernel(nodes), plain(), triton(nodes), decoding())
+    ours, alone, stock, decodes = measure_all(
         ctx,
         chosen,
         scale=scale,
@@ -348,7 +431,12 @@ def judged_speeds(
         for length in reversed(lengths)
         for what, other, _ in against
     ]
-    for served in (ours, alone, stock):
+    figures += [
+        Figure(f"plain decode: times triton at {length}", times, Unit.SPEEDUP)
+        for length in reversed(lengths)
+        for times in (ratio(decodes, alone, length) or 0.0,)
+    ]
+    for served in (ours, alone, stock, decodes):
         figures += speed_figures(served)
         if graphs:
             name = served.variant.name
@@ -356,7 +444,8 @@ def judged_speeds(
                 Figure(f"{name}: capture", served.capture.seconds, Unit.SECONDS),
                 Figure(f"{name}: capture memory", served.capture.memory_bytes, Unit.BYTES),
             ]
-    demand_tokens(ours, alone, speed_bound(scale), figures)
+    for served in (ours, decodes):
+        demand_tokens(served, alone, speed_bound(scale), figures)
     for served in (ours, stock):
         if problem := _untried(served, nodes):
             raise GateFailure(FailureKind.TOKEN_MISMATCH, problem, figures)
@@ -368,6 +457,12 @@ def judged_speeds(
             ("", ratio(ours, other, length) or 0.0),
             *(((" by the step", step_ratio(ours, other, length)),) if other is stock else ()),
         )
+        if not reached >= bar
+    ]
+    missed += [
+        f"at {length} tokens {reached:.2f} times as fast as triton's plain decode, expected {bar:g}"
+        for length, bar in decode_times_plain.items()
+        for reached in (ratio(decodes, alone, length) or 0.0,)
         if not reached >= bar
     ]
     if missed:

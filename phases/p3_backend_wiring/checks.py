@@ -144,7 +144,7 @@ def service_token_exact(
         return _Seen(found, counts, spoiled, _observed(seen).get("spoiled", 0))
 
     stock = answers(0, "stock", _STOCK, SGLANG_DISABLE_LEAN_ATTENTION="1").tokens
-    decoded = answers(1, "decode", _KERNEL, KDTREE_DECODE="1")
+    decoded = answers(1, "decode", _KERNEL)
     _same_tokens("plain decode on the kernel", decoded.tokens, stock * 2)
     _at_least_one(decoded.counts, "decode", "no token was decoded on the kernel")
     trees = answers(2, "trees", (*_KERNEL, *_TREE))

@@ -26,7 +26,8 @@ def eager_speed(
 ) -> list[Figure]:
     """Decode tok/s with trees, on the kernel and on Triton, both eager, in the same run.
 
-    Beside them without speculation, whose tokens the kernel's are held against.
+    Beside them without speculation, whose tokens the kernel's are held against, and plain decode on
+    the kernel, which launches decide and which is on record.
     """
     return judged_speeds(
         ctx,
@@ -38,4 +39,5 @@ def eager_speed(
         new_tokens=new_tokens,
         times_triton=bars,
         times_plain={},
+        decode_times_plain={},
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
 from phases.service import serving
-from phases.service_compared import compared
+from phases.service_compared import Asked, compared
 from phases.service_graphs import ARGUMENTS, ENVIRONMENT, Replays, replays_in
 from phases.service_mixed import MixedTraffic
-from phases.service_scale import GPU, Scale, Start, kernel, plain, triton
+from phases.service_scale import GPU, Scale, Start, decoding, kernel, plain, triton
 from phases.service_tokens import demand, figures_of
 
 __all__ = ["graph_tokens"]
@@ -15,6 +17,7 @@ __all__ = ["graph_tokens"]
 _NODES = 9
 _PADDED = (3, 11)
 """Batch sizes between those that are captured, asked for at the shortest length."""
+_NOT_PADDED = "no graph was replayed with fewer requests than it was captured for"
 
 
 def graph_tokens(
@@ -25,11 +28,11 @@ def graph_tokens(
     seconds: float | None = None,
     longest: int | None = None,
 ) -> list[Figure]:
-    """Trees in graphs give the tokens of no speculation, in batches and in mixed traffic.
+    """Trees and plain decode in graphs give the tokens of no speculation, trees in traffic too.
 
-    Four servers: no speculation first, as the traffic on the second is held against its tokens, and
-    against what it moves them itself in the same traffic; trees on Triton last, whose near-ties are
-    the measure of how many there may be.
+    Five servers: no speculation first, as the traffic on the second is held against its tokens, and
+    against what it moves them itself in the same traffic; plain decode on the kernel; trees on
+    Triton last, whose near-ties are the measure of how many there may be.
     seconds: of traffic, for a rehearsal; None, as the gate is run: `traffic_seconds`, and less than
         the full ten minutes fails it. longest: of its prompts, in tokens.
     """
@@ -41,7 +44,7 @@ def graph_tokens(
         longest=longest or scale.distinct,
     )
     found = traffic.ask(
-        (plain(), kernel(_NODES), kernel(33), triton(_NODES)),
+        (plain(), kernel(_NODES), kernel(33), decoding(), triton(_NODES)),
         graphs=True,
         start=start,
         extra=_PADDED if scale.graphs else (),
@@ -61,12 +64,39 @@ def graph_tokens(
                 Figure(f"{variant.name}: trees verified", verified, Unit.COUNT),
                 Figure(f"{variant.name}: trees in graphs", replays.verified, Unit.COUNT),
                 Figure(f"{variant.name}: padded replays", replays.padded, Unit.COUNT),
-                Figure(f"{variant.name}: replays in another mode", replays.other, Unit.COUNT),
+                Figure(
+                    f"{variant.name}: replays in another mode",
+                    replays.other + replays.decoded,
+                    Unit.COUNT,
+                ),
             ]
             if problem := _not_in_graphs(replays, verified, replays_in(asked.whole)):
                 raise GateFailure(FailureKind.LAUNCH, f"{variant.name}: {problem}", figures)
+        figures += _decoded_in_graphs(found[decoding()], figures)
     demand(*comparisons, figures=figures)
     traffic.demand(figures)
+    return figures
+
+
+def _decoded_in_graphs(asked: Asked, before: Sequence[Figure]) -> list[Figure]:
+    """Figures of plain decode. Raises GateFailure, with those of before, where a step was eager.
+
+    A step gives a batch a token, so there is no count in the answers to hold the replays against.
+    """
+    replays, name = replays_in(asked.whole), asked.variant.name
+    figures = [
+        Figure(f"{name}: steps in graphs", replays.decoded, Unit.COUNT),
+        Figure(f"{name}: padded replays", replays.padded_decodes, Unit.COUNT),
+    ]
+    problem = None
+    if replays.eager:
+        problem = f"{replays.eager} decode steps ran without a graph"
+    elif not replays.decoded:
+        problem = "no graph of plain decode was replayed"
+    elif not replays.padded_decodes:
+        problem = _NOT_PADDED
+    if problem:
+        raise GateFailure(FailureKind.LAUNCH, f"{name}: {problem}", [*before, *figures])
     return figures
 
 
@@ -82,5 +112,5 @@ def _not_in_graphs(replays: Replays, verified: int, whole: Replays) -> str | Non
     if not verified or replays.verified < verified:
         return f"{verified} trees were verified, and {replays.verified} of them in graphs"
     if not replays.padded:
-        return "no graph was replayed with fewer requests than it was captured for"
+        return _NOT_PADDED
     return None

@@ -48,17 +48,17 @@ def test_a_bench_says_how_many_times_as_fast(tmp_path: pathlib.Path) -> None:
     assert found.right
     assert document["right"]
     assert [server["name"] for server in document["servers"]] == [
-        *("kdtree_mla-9", "triton-plain", "triton-9")
+        *("kdtree_mla-9", "triton-plain", "triton-9", "kdtree_mla-plain")
     ]
     assert [times["length"] for times in document["times"]] == [32, 64]
     assert all(times["triton"] > times["plain"] > 1 for times in document["times"])
     table = bench.rows(found)
-    assert len(table) == 6
+    assert len(table) == 8
     assert all(len(row) == len(bench.COLUMNS) for row in table)
     assert table[0][-1] == "equal"
     logs = tmp_path / "state" / "bench" / found.run
     assert {path.name for path in logs.iterdir()} == {
-        *("kdtree_mla-9.log", "triton-plain.log", "triton-9.log")
+        *("kdtree_mla-9.log", "triton-plain.log", "triton-9.log", "kdtree_mla-plain.log")
     }
 
 
@@ -78,7 +78,9 @@ def test_servers_that_answer_nothing_are_not_right(tmp_path: pathlib.Path) -> No
     found, document = benched(tmp_path, FakeStart("empty", seconds=FAST))
     assert not found.right
     assert not document["right"]
-    assert set(document["failed"]) == {"kdtree_mla-9", "triton-plain", "triton-9"}
+    assert set(document["failed"]) == {
+        *("kdtree_mla-9", "triton-plain", "triton-9", "kdtree_mla-plain")
+    }
     assert "expected 22 tokens and ending 'length', got 0" in document["failed"]["triton-9"]
 
 

@@ -67,7 +67,12 @@ def test_what_was_recorded_before_a_point_fails_stays(tmp_path: pathlib.Path) ->
 
 def test_the_servers_that_can_be_started() -> None:
     names = {name: make(9).name for name, make in VARIANTS.items()}
-    assert names == {"kernel": "kdtree_mla-9", "triton": "triton-9", "plain": "triton-plain"}
+    assert names == {
+        "kernel": "kdtree_mla-9",
+        "triton": "triton-9",
+        "plain": "triton-plain",
+        "decode": "kdtree_mla-plain",
+    }
 
 
 @pytest.fixture

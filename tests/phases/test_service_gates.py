@@ -52,9 +52,9 @@ def test_right_servers_pass(ctx: Context, gate: Callable[..., Any]) -> None:
     assert found["kdtree_mla-33: tokens equal"] >= 2 * 4 * 12
     assert 1 < found["kdtree_mla-9: tokens a verification"] < 9
     on = ["--disable-cuda-graph" not in arguments for arguments, _ in start.started]
-    assert on == [gate is in_graphs] * 4
+    assert on == [gate is in_graphs] * 5
     # Stock's own tokens say nothing of the kernel.
-    ours = [f"kdtree_mla-{nodes}: tokens equal" for nodes in (9, 33)]
+    ours = [f"kdtree_mla-{nodes}: tokens equal" for nodes in (9, 33, "plain")]
     ours += ["traffic: tokens equal"] if gate is in_graphs else []
     assert found["tokens equal"] == sum(found[name] for name in ours)
     assert found["triton-9: tokens equal"] > 0
@@ -62,6 +62,8 @@ def test_right_servers_pass(ctx: Context, gate: Callable[..., Any]) -> None:
     assert first.endswith("kdtree-engine")
     if gate is in_graphs:
         assert found["kdtree_mla-9: trees in graphs"] >= found["kdtree_mla-9: trees verified"] > 0
+        assert found["kdtree_mla-plain: steps in graphs"] >= found["kdtree_mla-plain: answers"] > 0
+        assert found["kdtree_mla-plain: padded replays"] > 0
         assert found["traffic: requests"] > 0
         assert "seconds of mixed traffic" in found
     assert not any(figure.unit.is_speed for figure in gate(ctx, FakeStart()))
@@ -147,6 +149,7 @@ def test_what_traffic_is_held_against_must_be_whole(
     ("fault", "kind", "says"),
     [
         ("late token", FailureKind.TOKEN_MISMATCH, "answers differ beyond rounding"),
+        ("decode: late token", FailureKind.TOKEN_MISMATCH, "beyond rounding; kdtree_mla-plain"),
         ("near-tie", FailureKind.TOKEN_MISMATCH, "part by a near-tie, expected at most 2 beside"),
         ("none accepted", FailureKind.TOKEN_MISMATCH, "its trees were not tried"),
         ("all accepted", FailureKind.TOKEN_MISMATCH, "its trees were not tried"),
@@ -169,6 +172,9 @@ def test_what_both_gates_refuse(
         ("no replay", r"\d+ trees were verified, and 0 of them in graphs"),
         ("other log", "expected lines 'Decode batch' with 'cuda graph: True', got none"),
         ("no padding", "no graph was replayed with fewer requests than it was captured for"),
+        ("decode: eager", "kdtree_mla-plain: .* decode steps ran without a graph"),
+        ("decode: no replay", "kdtree_mla-plain: no graph of plain decode was replayed"),
+        ("decode: no padding", "kdtree_mla-plain: no graph was replayed with fewer requests"),
     ],
 )
 def test_graphs_that_were_not_used_fail(ctx: Context, fault: str, says: str) -> None:
@@ -312,6 +318,7 @@ def test_speeds_are_held_against_their_bars(ctx: Context) -> None:
         new_tokens=20,
         times_triton={64: 2.0},
         times_plain={64: 2.0},
+        decode_times_plain={64: 1.05},
     )
     found = {figure.name: figure.value for figure in figures}
     assert found["times triton at 64"] > found["times no speculation at 64"] > 2
@@ -349,9 +356,49 @@ def test_no_speculation_has_a_bar_of_its_own(ctx: Context) -> None:
             new_tokens=40,
             times_triton={},
             times_plain={64: 1000.0},
+            decode_times_plain={},
         )
     found = {figure.name for figure in e.value.figures}
     assert {"kdtree_mla-9: capture", "kdtree_mla-9: capture memory", "triton-9 step at 32"} <= found
+
+
+def test_plain_decode_on_the_kernel_has_a_bar_too(ctx: Context) -> None:
+    slow = {**FAST, "kdtree_mla": 0.006}
+    with pytest.raises(GateFailure, match=r"as fast as triton's plain decode, expected 0\.95") as e:
+        graph_speed(
+            ctx,
+            scale=SCALE,
+            start=FakeStart(seconds=slow),
+            new_tokens=40,
+            times_triton={},
+            times_plain={},
+            decode_times_plain={64: 0.95},
+        )
+    found = {figure.name: figure.value for figure in e.value.figures}
+    assert found["plain decode: times triton at 64"] == pytest.approx(4 / 6, rel=0.2)
+
+
+@pytest.mark.parametrize("gate", [eager_speed, graph_speed])
+def test_servers_are_timed_by_turns(ctx: Context, gate: Callable[..., Any]) -> None:
+    """All have started before one is timed; each has a pass before any has the next."""
+    asked: list[str] = []
+    right = FakeService.answers
+
+    def answers(self: FakeService, prompts: Any, count: int, **options: Any) -> Any:
+        asked.append(self._name)
+        return right(self, prompts, count, **options)
+
+    start = FakeStart(seconds=FAST)
+    options: dict[str, Any] = {"bars": {64: 0.01}}
+    if gate is graph_speed:
+        options = {"times_triton": {64: 0.1}, "times_plain": {}, "decode_times_plain": {}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeService, "answers", answers)
+        gate(ctx, scale=SCALE, start=start, new_tokens=20, **options)
+    names = ["kdtree_mla-trees", "triton", "triton-trees", "kdtree_mla"]
+    one_pass = [name for name in names for _ in range(2)]
+    assert asked == (names + one_pass * SCALE.passes) * 2
+    assert all("--sleep-on-idle" in arguments for arguments, _ in start.started)
 
 
 def test_a_drafter_that_accepts_more_does_not_hide_a_slower_step(ctx: Context) -> None:
@@ -370,6 +417,10 @@ def test_a_drafter_that_accepts_more_does_not_hide_a_slower_step(ctx: Context) -
     [
         ("late token", "timed answers differ beyond rounding; kdtree_mla-9 L=32, token 21"),
         ("timed", "2 timed answers differ beyond rounding; kdtree_mla-9 L=32 timed, token 5"),
+        (
+            "decode: late token",
+            "4 timed answers differ beyond rounding; kdtree_mla-plain L=32, token 21",
+        ),
     ],
 )
 @pytest.mark.parametrize("gate", [eager_speed, graph_speed])
@@ -378,7 +429,7 @@ def test_other_tokens_have_no_speed(
 ) -> None:
     options: dict[str, Any] = {"bars": {64: 1.0}}
     if gate is graph_speed:
-        options = {"times_triton": {32: 1.0, 64: 1.0}, "times_plain": {}}
+        options = {"times_triton": {32: 1.0, 64: 1.0}, "times_plain": {}, "decode_times_plain": {}}
     start = FakeStart(fault, seconds=FAST)
     with pytest.raises(GateFailure, match=says) as caught:
         gate(ctx, scale=SCALE, start=start, new_tokens=20, **options)

@@ -23,10 +23,20 @@ def test_replays_are_counted_by_padded_and_real_size() -> None:
 
 def test_a_step_without_a_graph_and_another_mode_are_seen() -> None:
     more = LOG.replace("cuda graph: True", "cuda graph: False").replace("draft", "target")
-    assert (replays_in(more).eager, replays_in(more).other) == (1, 1)
+    assert (replays_in(more).eager, replays_in(more).other) == (1, 0)
+    assert replays_in(more.replace("DECODE", "DLLM_EXTEND")).other == 1
     assert replays_in("Decode batch, #running-req: 1, cpu graph: False, gen").eager == 1
     other = replays_in(LOG.replace("cuda graph: True", "graph=on"))
     assert (other.eager, other.in_graphs) == (0, 0)
+
+
+def test_plain_decode_is_counted_apart() -> None:
+    replays = replays_in(LOG.replace("TARGET_VERIFY", "DECODE").replace("draft", "target"))
+    assert replays == Replays({}, other=0, eager=0, in_graphs=1, decodes={(4, 3): 2, (4, 4): 2})
+    assert (replays.decoded, replays.padded_decodes, replays.verified, replays.padded) == (
+        *(4, 2),
+        *(0, 0),
+    )
 
 
 def test_what_a_capture_took() -> None:

@@ -33,13 +33,20 @@ SCALE = dataclasses.replace(
 )
 """A GPU host for servers that are not there: nothing is long, no model is written, and there is no
 kernel library to be held against its sources."""
-FAST = {"kdtree_mla-trees": 0.0002, "triton": 0.004, "triton-trees": 0.008}
+FAST = {
+    "kdtree_mla-trees": 0.0002,
+    "kdtree_mla": 0.003,
+    "triton": 0.004,
+    "triton-trees": 0.008,
+}
 """Seconds of a token, so that the kernel is the fastest and trees on Triton are the slowest."""
-LINE = "kdtree_mla: SGLang 0.5.23; fake; verify: kernel; decode: triton\n"
+LINE = "kdtree_mla: SGLang 0.5.23; fake; verify: kernel; decode: kernel\n"
 
 
 _EVERYWHERE = frozenset({"empty", "cut short"})
-"""Faults of every server; the others are of trees on the kernel alone."""
+"""Faults of every server; the others are of trees on the kernel alone, and of plain decode on it
+where they begin with `decode: `."""
+_DECODE = "decode: "
 _BEYOND = 3
 """Tokens that an aborted answer may have more than was asked for."""
 _ONCE = 62
@@ -88,8 +95,12 @@ class FakeService:
         self, log: pathlib.Path, name: str, nodes: int, faults: Sequence[str], seconds: float
     ) -> None:
         self.log = log
-        ours = name == "kdtree_mla-trees"
-        self.faults = tuple(fault for fault in faults if ours or fault in _EVERYWHERE)
+        ours, decodes = name == "kdtree_mla-trees", name == "kdtree_mla"
+        self.faults = tuple(
+            fault.removeprefix(_DECODE)
+            for fault in faults
+            if fault in _EVERYWHERE or (decodes if fault.startswith(_DECODE) else ours)
+        )
         self._name, self._nodes, self._seconds = name, nodes, seconds
         self._aborted: set[str] = set()
         self._lock = threading.Lock()
@@ -168,8 +179,10 @@ class FakeService:
             steps = max(1, math.ceil((count - 1) / accepted))
             if "all accepted" in self.faults:
                 steps = max(1, (count - 1) // self._nodes)
-            self._print(steps)
+            self._print("TARGET_VERIFY", steps)
             steps = 0 if "not counted" in self.faults else steps
+        else:
+            self._print("DECODE", count - 1)
         beyond, tokens, told = tokens, tokens[:count], told[:count]
         if "empty" in self.faults:
             return Answer((), verified=steps)
@@ -185,10 +198,10 @@ class FakeService:
             ending="abort" if aborted else "length",
         )
 
-    def _print(self, steps: int) -> None:
+    def _print(self, mode: str, steps: int) -> None:
         padded = 1 if "no padding" in self.faults else 2
         lines = f"Decode graph replay: worker=target key_size={padded} (bs) "
-        lines += "mode=TARGET_VERIFY raw_bs=1\n"
+        lines += f"mode={mode} raw_bs=1\n"
         graph = "False" if "eager" in self.faults else "True"
         graph = "on" if "other log" in self.faults else graph
         steps = 0 if "no replay" in self.faults else steps

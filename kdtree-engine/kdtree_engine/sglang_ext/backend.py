@@ -1,6 +1,6 @@
 """The attention backend `kdtree_mla`: SGLang's Triton backend with two calls of ours in it.
 
-Target-verify and, where switched on, plain decode run `tree_verify_attention` on the buffers that
+Target-verify and plain decode run `tree_verify_attention`, unless switched off, on the buffers that
 SGLang's Triton backend has filled: nothing is copied, nothing waits for the GPU, and a captured
 graph replays with whatever the buffers hold then. Everything else is the parent's: prefill, drafts,
 layers with a feature that the kernel does not have, the metadata, the graphs.

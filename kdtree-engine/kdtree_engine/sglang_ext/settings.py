@@ -35,7 +35,7 @@ class Variable:
 
 VARIABLES = (
     Variable("KDTREE_VERIFY", "tree verification runs on the kernel", default="1"),
-    Variable("KDTREE_DECODE", "plain decode, one token a request, runs on the kernel too"),
+    Variable("KDTREE_DECODE", "plain decode, one token a request, runs on the kernel", default="1"),
     Variable(
         "KDTREE_GRAPH_BUFFERS",
         "CUDA graphs keep max_batch x max_context slots and not max_tokens x max_context",
@@ -91,7 +91,7 @@ class Settings:
     """What the plugin does. All off: the server behaves as with `--attention-backend triton`."""
 
     verify: bool = True
-    decode: bool = False
+    decode: bool = True
     graph_buffers: bool = True
     qlen_mask: bool = True
     prompt_ends: bool = True

@@ -13,13 +13,13 @@ from kdtree_engine.sglang_ext.settings import VARIABLES, Settings, read_settings
 
 def test_nothing_set_means_tree_verification_alone() -> None:
     settings, warnings = read_settings({"PATH": "/bin"})
-    assert settings == Settings(verify=True, decode=False, graph_buffers=True)
+    assert settings == Settings(verify=True, decode=True, graph_buffers=True)
     assert not warnings
 
 
 def test_each_switch_switches_one_thing() -> None:
     assert not read_settings({"KDTREE_VERIFY": "0"})[0].verify
-    assert read_settings({"KDTREE_DECODE": "1"})[0].decode
+    assert not read_settings({"KDTREE_DECODE": "0"})[0].decode
     assert not read_settings({"KDTREE_GRAPH_BUFFERS": "0"})[0].graph_buffers
     assert read_settings({"KDTREE_DEFRAG": "tier0"})[0].tier0
     assert not read_settings({"KDTREE_GAUGES": "0"})[0].gauges
