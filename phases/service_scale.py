@@ -206,6 +206,8 @@ def launched(
     return start(
         (
             *("--model-path", str(model), "--skip-tokenizer-init"),
+            # Else a scheduler without requests asks for some all the time: a core for each server.
+            "--sleep-on-idle",
             *scale.arguments,
             *variant.arguments,
             *(on if graphs and scale.graphs else ("--disable-cuda-graph",)),

@@ -56,8 +56,6 @@ LAYERS = 4
 NEW_TOKENS = 256
 
 _SHORT = 2
-_SLEEPS = ("--sleep-on-idle",)
-"""A scheduler without requests asks for some all the time: a core for each server that waits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +218,6 @@ def _started(
     folder: pathlib.Path,
     graphs: bool,
     start: Start,
-    more: tuple[str, ...] = (),
 ) -> Iterator[tuple[Service, Served]]:
     """A server that can be timed, and what is known of it before."""
     log = folder / f"{variant.name}.log"
@@ -233,7 +230,6 @@ def _started(
         start=start,
         graphs=graphs,
         at_once=1,
-        more=more,
     ) as service:
         yield (
             service,
@@ -278,7 +274,6 @@ def measure_all(
                     folder=ctx.scratch,
                     graphs=graphs,
                     start=start,
-                    more=_SLEEPS,
                 )
             )
 
