@@ -2159,9 +2159,16 @@ def evidence_list(as_json: bool) -> None:
         _print_json([{"name": name} | record.model_dump(mode="json") for name, record in named])
         return
     _print_table(
-        ("record", "host", "revision", "gates"),
+        ("record", "day", "host", "gpu", "revision", "gates"),
         [
-            (name, record.host, (record.revision or "unknown")[:12], counts(record.gates))
+            (
+                name,
+                f"{record.started:%Y-%m-%d}",
+                record.host,
+                record.machine.gpus[0].name if record.machine.gpus else "none",
+                (record.revision or "unknown")[:12],
+                counts(record.gates),
+            )
             for name, record in named
         ],
     )
@@ -2172,11 +2179,14 @@ def evidence_list(as_json: bool) -> None:
 @_json_option
 def evidence_show(run: str, as_json: bool) -> None:
     """One run's record. RUN is an id, its beginning, or `latest`."""
+    from phases.tables import source
+
     record = _store(_checkout()).find(run)
     if as_json:
         click.echo(record.as_text(), nl=False)
         return
     _print_record(record)
+    click.echo(source(record))
 
 
 @evidence_group.command("keep")

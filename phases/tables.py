@@ -21,7 +21,7 @@ from kdtree_engine.errors import ConfigError, UnknownName
 from phases.evidence import GateRecord, Record
 from phases.report import ending, gate_rows
 
-__all__ = ["documents", "filled"]
+__all__ = ["documents", "filled", "source"]
 
 _BLOCK = re.compile(
     r"(?P<head><!-- (?P<kind>figures|output): (?P<name>[\w.-]+)(?: (?P<gate>[\w-]+))? -->\n)"
@@ -63,7 +63,7 @@ def _table(record: Record, gate: str | None, path: pathlib.Path) -> str:
     if gate is not None and gate not in entries:
         raise UnknownName(f"gate of {record.run} in {path.name}", gate, entries)
     lines = _figures(entries[gate]) if gate else _gates(record)
-    return "\n".join([*lines, "", _source(record), ""])
+    return "\n".join([*lines, "", source(record), ""])
 
 
 def _gates(record: Record) -> list[str]:
@@ -76,7 +76,8 @@ def _figures(entry: GateRecord) -> list[str]:
     return ["| figure | value | unit |", "|---|---|---|", *rows]
 
 
-def _source(record: Record) -> str:
+def source(record: Record) -> str:
+    """Machine, versions, revision, day and seed of a run, in a line."""
     machine = record.machine
     where = machine.gpus[0].name if machine.gpus else f"{machine.system}, no GPU"
     revision = (record.revision or "unknown")[:12] + (" with changes" if record.dirty else "")

@@ -174,6 +174,10 @@ def test_evidence_is_shown_and_tables_are_checked(kd: Kd) -> None:
     kd("phase", "run", "7")
     shown = kd("evidence", "show", "latest")
     assert "deferral-figures" in shown.stdout
+    assert "no GPU; torch " in shown.stdout.splitlines()[-1]
+    listed = kd("evidence", "list").stdout
+    assert listed.splitlines()[0].split()[:4] == ["record", "day", "host", "gpu"]
+    assert re.search(r"h200-phase-5 +2026-11-\d\d +local +NVIDIA H200", listed)
     assert json.loads(kd("evidence", "show", "latest", "--json").stdout)["host"] == "local"
     assert len(json.loads(kd("evidence", "list", "--json").stdout)) >= 1
     assert kd("evidence", "tables", "--check").returncode == 0
