@@ -11,7 +11,7 @@ from kdtree_engine.ops.arguments import check_tensor, short
 from kdtree_engine.ops.library import may_read, tree_kernels
 from kdtree_engine.ops.registry import register
 
-__all__ = ["MAX_LAYERS", "compact_kv"]
+__all__ = ["MAX_LAYERS", "Compaction", "compact_kv"]
 
 MAX_LAYERS = 256
 """Their pointers travel in a launch's parameters."""
@@ -38,6 +38,48 @@ def compact_kv(
     KDTREE_CHECK=1 outside of captures, also ValueError for paths that do not rise from 0 and slots
     outside the pools.
     """
+    layers = _checked_layers(pools)
+    first = layers[0]
+    like = ("pools", first.device)
+    check_tensor("windows", windows, ("batch", "nodes"), _INDEX, like=like)
+    batch = windows.shape[0]
+    check_tensor("paths.nodes", paths.nodes, (batch, "steps"), (torch.int64,), like=like)
+    check_tensor("paths.counts", paths.counts, (batch,), (torch.int64,), like=like)
+    torch.ops.kdtree_engine.compact_kv.default(
+        layers, paths.nodes, paths.counts, windows.to(torch.int64)
+    )
+
+
+class Compaction:
+    """`compact_kv` of pools that stay: what it checks of them is checked once.
+
+    Of 61 pools that takes longer than the launch, at every step of a service. A pool that is freed
+    must not be moved in any more.
+
+    pools: as of `compact_kv`. Raises what it raises for them; on a GPU also MissingError where the
+    library of the tree kernels is absent.
+    """
+
+    def __init__(self, pools: Sequence[torch.Tensor] | torch.Tensor) -> None:
+        self._layers = _checked_layers(pools)
+        self._kernels = tree_kernels() if self._layers[0].is_cuda else None
+        self._pointers, self._row_bytes = _rows_of(self._layers)
+
+    def move(self, nodes: torch.Tensor, counts: torch.Tensor, windows: torch.Tensor) -> None:
+        """As `compact_kv` with paths of `nodes` and `counts`; all three int64 and contiguous.
+
+        On a GPU the library alone checks them, for shape and dtype and not for what they hold.
+        """
+        if self._kernels is None:
+            _cpu(self._layers, nodes, counts, windows)
+            return
+        if may_read(nodes.device):
+            _check_paths(self._layers[0].shape[0], nodes, counts, windows)
+        self._kernels.compact_kv(nodes, counts, windows, self._pointers, self._row_bytes)
+
+
+def _checked_layers(pools: Sequence[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
+    """A list of pools that can be moved in. Raises TypeError or ValueError that names one."""
     layers = list(pools.unbind(0)) if isinstance(pools, torch.Tensor) else list(pools)
     if not 1 <= len(layers) <= MAX_LAYERS:
         raise ValueError(f"pools: expected 1..{MAX_LAYERS} layers, got {len(layers)}")
@@ -60,14 +102,17 @@ def compact_kv(
             f"pools: expected rows of a multiple of {_VECTOR_BYTES} bytes on a GPU, "
             f"got {row_bytes} bytes of {short(first.dtype)}"
         )
-    like = ("pools", first.device)
-    check_tensor("windows", windows, ("batch", "nodes"), _INDEX, like=like)
-    batch = windows.shape[0]
-    check_tensor("paths.nodes", paths.nodes, (batch, "steps"), (torch.int64,), like=like)
-    check_tensor("paths.counts", paths.counts, (batch,), (torch.int64,), like=like)
-    torch.ops.kdtree_engine.compact_kv.default(
-        layers, paths.nodes, paths.counts, windows.to(torch.int64)
-    )
+    return layers
+
+
+def _rows_of(layers: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """Where each pool begins, int64 on the host, and a row's bytes. Raises ValueError."""
+    row_bytes = layers[0][:1].numel() * layers[0].element_size()
+    pointers = torch.tensor([pool.data_ptr() for pool in layers], dtype=torch.int64)
+    # Tensors of the host, so nothing waits.
+    if layers[0].is_cuda and bool((pointers % _VECTOR_BYTES).any()):
+        raise ValueError(f"pools: expected addresses that are multiples of {_VECTOR_BYTES}")
+    return pointers, row_bytes
 
 
 def _cuda(
@@ -75,10 +120,7 @@ def _cuda(
 ) -> None:
     if may_read(nodes.device):
         _check_paths(pools[0].shape[0], nodes, counts, windows)
-    row_bytes = pools[0][0].numel() * pools[0].element_size()
-    pointers = torch.tensor([pool.data_ptr() for pool in pools], dtype=torch.int64)
-    if bool((pointers % _VECTOR_BYTES).any()):  # a tensor of the host, so nothing waits
-        raise ValueError(f"pools: expected addresses that are multiples of {_VECTOR_BYTES}")
+    pointers, row_bytes = _rows_of(pools)
     tree_kernels().compact_kv(nodes, counts, windows, pointers, row_bytes)
 
 

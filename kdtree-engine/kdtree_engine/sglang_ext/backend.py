@@ -35,7 +35,7 @@ class KdtreeMlaBackend(TritonAttnBackend):  # type: ignore[misc]  # SGLang is un
         super().__init__(runner)
         self._kdtree = settings
         self._qlen = qlen
-        self._qlen_steps: dict[int, torch.Tensor] = {}
+        self._qlen_steps: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         if qlen:
             # Room for no request: SGLang then makes a mask for each batch. Graphs get theirs below.
             self._verify_mask = compat.qlen_mask(0, self.num_draft_tokens, self.device)
@@ -87,13 +87,16 @@ class KdtreeMlaBackend(TritonAttnBackend):  # type: ignore[misc]  # SGLang is un
         if save_kv_cache and k is not None:
             self._store(k, v, layer, forward_batch)
         metadata = self.forward_metadata
+        qo_indptr, mask_indptr = metadata.qo_indptr, None
+        if metadata.custom_mask is not None:
+            qo_indptr, mask_indptr = self._steps(metadata)
         return self._attend(
             q,
             layer,
             forward_batch,
-            qo_indptr=metadata.qo_indptr,
+            qo_indptr=qo_indptr,
             mask=metadata.custom_mask,
-            mask_indptr=None if metadata.custom_mask is None else self._mask_steps(metadata),
+            mask_indptr=mask_indptr,
             max_nodes=metadata.max_extend_len,
         )
 
@@ -164,20 +167,36 @@ class KdtreeMlaBackend(TritonAttnBackend):  # type: ignore[misc]  # SGLang is un
                 max_bs, nodes, self.device, prefix=self.get_cuda_graph_seq_len_fill_value()
             )
 
-    def _mask_steps(self, metadata: Any) -> torch.Tensor:
-        """Where each request's mask begins: by SGLang's offsets, of T x (L + T), or by ours.
+    def _update_target_verify_buffers(self, *given: Any) -> Any:
+        """Refill what a captured graph of verification reads, before it is captured and replayed.
 
-        Ours follow from T alone and are kept: a captured graph reads them at each replay.
+        With masks of T x T bytes the rows and masks of a request begin where T alone says, so what
+        the parent computes for that is left out: six of its launches, while the GPU waits.
+        """
+        slots, spec_info = compat.verify_refill(self._sglang, given)
+        mask = getattr(spec_info, "custom_mask", None)
+        if not self._qlen or mask is None:
+            return super()._update_target_verify_buffers(*given)
+        self._fill_kv_indptr_and_indices(*slots, self.cuda_graph_kv_indices)
+        self._verify_mask.buffer[: mask.shape[0]] = mask
+        return None
+
+    def _steps(self, metadata: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where each request's rows of q and its mask begin: by SGLang's offsets, or by ours.
+
+        Ours, with masks of T x T bytes, follow from T alone and are kept: a captured graph reads
+        them at each replay. SGLang's of such a graph are not filled.
         """
         if not self._qlen:
-            offsets: torch.Tensor = metadata.mask_indptr
-            return offsets
+            return metadata.qo_indptr, metadata.mask_indptr
         nodes = metadata.max_extend_len
-        steps = self._qlen_steps.get(nodes)
-        if steps is None:
-            steps = self._one_each.long() * (nodes * nodes)
-            self._qlen_steps[nodes] = steps
-        return steps[: metadata.qo_indptr.shape[0]]
+        known = self._qlen_steps.get(nodes)
+        if known is None:
+            known = (self._one_each * nodes, self._one_each.long() * (nodes * nodes))
+            self._qlen_steps[nodes] = known
+        rows, masks = known
+        requests = metadata.kv_indptr.shape[0]
+        return rows[:requests], masks[:requests]
 
     def _store(
         self, k: torch.Tensor, v: torch.Tensor | None, layer: Any, forward_batch: Any

@@ -10,6 +10,7 @@ promises to keep, and on what they mean. A release that nobody has read is refus
     backends of prefill and decode       server_args, on demand        fields of the runner
     the n-gram worker takes of a prompt  the whole, twice a step       its end
     slots of a draft block               as they are                   a plan numbers them anew
+    what refills a verify graph's slots  the batch's fields            a plan beside them
     ranks of a drafter                   the target's                  a group of its own, at times
     slots reserved for a request         reserved_seq_lens_cpu         nxt_kv_lens_cpu
     log-probabilities of a tree          compute_spec_v2_logprobs      compute_spec_logprobs
@@ -27,6 +28,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kdtree_engine.errors import MissingError
+from kdtree_engine.sglang_ext.kv_moves import at_once, is_at_once
 from kdtree_engine.sglang_ext.prompt_ends import given_ends, is_given_ends
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "draft_slots",
     "log_probs",
     "missing_names",
+    "move_at_once",
     "qlen_mask",
     "read_prompt_ends",
     "refuse_requests",
@@ -54,6 +57,7 @@ __all__ = [
     "sglang_version",
     "step_result",
     "use_qlen_masks",
+    "verify_refill",
     "widen_request_rows",
     "write_location",
 ]
@@ -74,6 +78,8 @@ _NAMES = (
     f"{_TRITON}:TritonAttnBackend.forward_decode",
     f"{_TRITON}:TritonAttnBackend.init_cuda_graph_state",
     f"{_TRITON}:TritonAttnBackend.init_forward_metadata",
+    f"{_TRITON}:TritonAttnBackend._fill_kv_indptr_and_indices",
+    f"{_TRITON}:TritonAttnBackend._update_target_verify_buffers",
     f"{_TRITON}:ForwardMetadata",
     "sglang.srt.layers.radix_attention:RadixAttention",
     "sglang.srt.layers.radix_attention:AttentionType.DECODER",
@@ -223,6 +229,18 @@ def write_location(version: str, forward_batch: Any, metadata: Any) -> Any:
     return KVWriteLoc.for_batch(forward_batch, swa_loc=metadata.swa_out_cache_loc)
 
 
+def verify_refill(version: str, given: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
+    """What `_fill_kv_indptr_and_indices` takes before its buffer, and the batch's `spec_info`.
+
+    given: the arguments of `_update_target_verify_buffers`, which refills what a graph reads.
+    """
+    if version == "0.5.17":
+        requests, lengths, rows, spec_info = given
+        return (requests, lengths, rows), spec_info
+    plan, requests, lengths, spec_info, rows = given
+    return (plan, requests, lengths, rows), spec_info
+
+
 def renames_slots(version: str, backend: Any) -> bool:
     """Whether the pool's rows lie elsewhere than `out_cache_loc` says (SGLang's unified pool)."""
     if version == "0.5.17":
@@ -260,6 +278,35 @@ def use_qlen_masks(algorithm: str) -> None:
     if algorithm == "NGRAM":
         worker: Any = importlib.import_module(_NGRAM)
         worker.USE_FULL_MASK = False
+
+
+_MOVES = "move_accept_tokens_to_target_kvcache"
+_MOVERS = {
+    "NGRAM": _NGRAM,
+    **dict.fromkeys(
+        ("EAGLE", "EAGLE3", "STANDALONE"), "sglang.srt.speculative.eagle_worker_common"
+    ),
+}
+"""The module whose worker moves accepted rows, by algorithm; DDTREE's own does it at once."""
+
+
+def move_at_once(algorithm: str) -> bool:
+    """Have an algorithm's worker move accepted rows in all layers by one launch, in this process.
+
+    False: it is an algorithm whose rows are not moved by SGLang's function.
+    Raises MissingError where this SGLang lacks the function.
+    """
+    if algorithm not in _MOVERS:
+        return False
+    home = _MOVERS[algorithm]
+    stock = _found(f"{home}:{_MOVES}")
+    if stock is None:
+        raise MissingError(
+            f"kdtree_mla: this SGLang lacks {home}:{_MOVES}", remedy="set KDTREE_KV_MOVES=0"
+        )
+    if not is_at_once(stock):  # a process may make several backends
+        setattr(importlib.import_module(home), _MOVES, at_once(stock))
+    return True
 
 
 _PROMPT_READERS = ("_prepare_draft_tokens", "_update_ngram_corpus")

@@ -19,6 +19,7 @@ from kdtree_engine.arguments import HEAD_DIM, LATENT_DIM, MAX_NODES
 from kdtree_engine.errors import ConfigError
 from kdtree_engine.sglang_ext import compat
 from kdtree_engine.sglang_ext.defrag import gauges, service
+from kdtree_engine.sglang_ext.kv_moves import can_move
 from kdtree_engine.sglang_ext.plugin import NAME
 from kdtree_engine.sglang_ext.settings import Settings, read_settings
 
@@ -75,6 +76,7 @@ def made(runner: Any) -> Any:
     if _verifies_chains():
         compat.capture_blocks(masks=False)
     ends = _wants_ends(settings) and compat.read_prompt_ends(version)
+    at_once = _moves_at_once(settings, runner)
     backend = KdtreeMlaBackend(runner, settings, version, qlen=qlen is not None)
     if compat.renames_slots(version, backend):
         raise ConfigError(
@@ -82,7 +84,8 @@ def made(runner: Any) -> Any:
             remedy="start without the unified pool, or choose --attention-backend triton",
         )
     device = str(runner.device)
-    _log.info("%s", _line(version, library, settings, left, device, qlen is not None, ends))
+    line = _line(version, library, settings, left, device, qlen is not None, ends, at_once)
+    _log.info("%s", line)
     return backend
 
 
@@ -213,6 +216,23 @@ def _wants_ends(settings: Settings) -> bool:
     return settings.prompt_ends and settings.verify and _algorithm(get_spec()) == "NGRAM"
 
 
+def _moves_at_once(settings: Settings, runner: Any) -> bool:
+    """Whether accepted rows are moved in all layers at once, which is arranged here.
+
+    Raises MissingError where the library that does it on a GPU is absent.
+    """
+    from sglang.srt.runtime_context import get_spec
+
+    wanted = settings.kv_moves and settings.verify and can_move(runner.token_to_kv_pool)
+    if not wanted or not compat.move_at_once(_algorithm(get_spec())):
+        return False
+    if str(runner.device) != "cpu":
+        from kdtree_engine.ops.library import tree_kernels
+
+        tree_kernels()  # loaded here and not in the first request
+    return True
+
+
 def _left_to_triton(runner: Any) -> collections.Counter[str]:
     """How many attention layers stay with SGLang's Triton backend, by the reason."""
     handed: collections.Counter[str] = collections.Counter()
@@ -233,6 +253,7 @@ def _line(
     device: str,
     qlen: bool,
     ends: bool,
+    at_once: bool,
 ) -> str:
     if device == "cuda":
         capability = ".".join(map(str, torch.cuda.get_device_capability()))
@@ -243,6 +264,7 @@ def _line(
         f"verify: {_who(settings.verify)}; decode: {_who(settings.decode)}; "
         f"masks: {'T x T' if qlen else 'stock'}; "
         f"n-gram prompts: {'ends' if ends else 'stock'}; "
+        f"accepted rows: {'one launch' if at_once else 'stock'}; "
         f"graph buffers: {'max_batch x max_context' if settings.graph_buffers else 'stock'}; "
         f"defrag: {'tier0' if settings.tier0 else 'off'}; left to triton: {left or 'no layer'}"
     )

@@ -51,7 +51,8 @@ def test_chains_are_verified_without_a_mask(algorithm: types.SimpleNamespace) ->
 
 @pytest.mark.parametrize("short", [False, True])
 def test_the_line_says_what_is_active(short: bool) -> None:
-    line = start_up._line("0.5.17", "a library", ON, {}, "cpu", short, short)
+    line = start_up._line("0.5.17", "a library", ON, {}, "cpu", short, short, short)
     assert f"masks: {'T x T' if short else 'stock'}; " in line
     assert f"n-gram prompts: {'ends' if short else 'stock'}; " in line
+    assert f"accepted rows: {'one launch' if short else 'stock'}; " in line
     assert line.startswith("kdtree_mla: SGLang 0.5.17; cpu; library: a library; verify: kernel; ")

@@ -113,7 +113,7 @@ def main() -> dict[str, dict[str, Any]]:
         return type(start_up.made(runner)).__name__
 
     kinds = {"target": kind(), "draft": kind(is_draft_worker=True)}
-    os.environ |= {"KDTREE_VERIFY": "0", "KDTREE_GRAPH_BUFFERS": "0"}
+    os.environ |= {"KDTREE_VERIFY": "0", "KDTREE_DECODE": "0", "KDTREE_GRAPH_BUFFERS": "0"}
     kinds["all off"] = kind()
     return {"servers": servers, "layers": layers, "kinds": kinds}
 

@@ -148,7 +148,11 @@ def captured(prefix: int | None = None) -> list[str]:
         backend._update_target_verify_buffers(None, batch, slots, tree, slots)
     except RuntimeError as error:
         return [str(error)]
-    return []
+    # What a graph reads instead of the offsets that are not refilled.
+    wide = types.SimpleNamespace(max_extend_len=_NODES, kv_indptr=torch.zeros(batch + 1))
+    found = [steps.tolist() for steps in backend._steps(wide)]
+    expected = [[0, _NODES], [0, _NODES * _NODES]]
+    return [] if found == expected else [f"offsets: expected {expected}, got {found}"]
 
 
 def main() -> dict[str, list[str]]:
