@@ -22,6 +22,11 @@ from remote import agent
 _LIMIT_S = 30.0
 _STOP_LIMIT_S = 120.0
 _GRACE_S = 10.0
+_STARTS_S = 1.0
+"""What ends sooner has not started."""
+_ASK_S = 3.0
+_SYSTEMD = 240
+"""The first that can have a unit's output added to a file, and tells whether a program started."""
 
 RUNNING, STOPPED, FAILED = "running", "stopped", "failed"
 """Its process lives; it was ended, or never started; it ended by itself, or could not start."""
@@ -165,14 +170,31 @@ class Systemd(_OfHost):
 
     def __init__(self, root: str, unit: str, python: str, units: pathlib.Path) -> None:
         super().__init__(root, unit, python)
-        self._units = units
+        # Else a unit called `a.socket` would be a socket's.
+        self._name = f"{unit}.service"
+        self._there = units / self._name
+
+    def require(self) -> None:
+        """Refused where this systemd cannot have the unit, or has another's of that name."""
+        version = re.match(r"systemd (\d+)", run(["systemctl", "--version"], _LIMIT_S).stdout)
+        if version is not None and int(version.group(1)) < _SYSTEMD:
+            raise agent.Refused(
+                f"this is systemd {version.group(1)}, and {_SYSTEMD} or newer is needed: "
+                f"`manager: supervisor` does without"
+            )
+        refuse_another_s(self._there)
+        # One of another folder is hidden by the unit that kd would write, and stopped in its stead.
+        found = self._show("FragmentPath")["FragmentPath"]
+        if found and os.path.realpath(found) != os.path.realpath(self._there):
+            raise agent.Refused(
+                f"{found} is there, and kd has not written it: name another `unit` in "
+                f"remote/hosts.yaml"
+            )
 
     def install(self) -> None:
         """Let it know the unit file that lies in the service's folder."""
-        name = f"{self._unit}.service"
-        there = self._units / name
-        refuse_another_s(there)
-        self._as_root("install", "-m", "644", str(self._folder / name), str(there))
+        self.require()
+        self._as_root("install", "-m", "644", str(self._folder / self._name), str(self._there))
         self._as_root("systemctl", "daemon-reload")
 
     def start(self) -> None:
@@ -182,42 +204,77 @@ class Systemd(_OfHost):
         """
         if self.status()["state"] != RUNNING:
             self._end_left()
-        self._as_root("systemctl", "start", self._unit)
+        # systemd would make it as root, for root alone.
+        with contextlib.suppress(FileExistsError):
+            (self._folder / "service.log").touch(mode=0o600, exist_ok=False)
+        try:
+            # It waits for what is left of an earlier one to end.
+            self._as_root("systemctl", "start", self._name, limit_s=_STOP_LIMIT_S)
+        except agent.Refused:
+            status = self.status()
+            if status["state"] != FAILED:
+                raise
+            raise agent.Refused(
+                f"systemd: {self._unit}: it cannot be started ({status['said']}): "
+                f"journalctl -u {self._name}"
+            ) from None
+        deadline = time.monotonic() + _STARTS_S
+        while time.monotonic() < deadline:
+            status = self.status()
+            if status["state"] != RUNNING:
+                raise agent.Refused(f"systemd: {self._unit}: it ended at once ({status['said']})")
+            time.sleep(0.1)
 
     def stop(self) -> None:
         """End it, with every process of its group."""
         before = self.status()
-        self._as_root("systemctl", "stop", self._unit, limit_s=_STOP_LIMIT_S)
+        known = self._show("LoadState")["LoadState"] == "loaded"
+        if known or before["state"] == RUNNING:  # its unit file may be gone, or damaged
+            self._as_root("systemctl", "stop", self._name, limit_s=_STOP_LIMIT_S)
         if before["pid"] is not None:
             self._end_group(before["pid"])
         self._end_left()
+        if self.status()["state"] == FAILED:  # what had to be killed, and what failed before
+            self._as_root("systemctl", "reset-failed", self._name)
 
     def status(self) -> dict[str, Any]:
         """state, pid and said."""
-        done = run(
-            ["systemctl", "show", self._unit, "--property=ActiveState,MainPID,Result"], _LIMIT_S
-        )
-        return systemd_status(done.stdout)
+        return systemd_status(self._show("ActiveState", "MainPID", "Result", "ExecMainStatus"))
 
     def variables(self) -> set[str]:
         """Those of systemd itself, of the user, and those that drop-ins of the unit set.
 
         kd's own unit sets none. Nobody but systemd knows what is in a drop-in's EnvironmentFile.
         """
-        ask = ("systemctl", "show", self._unit, "--property=Environment,EnvironmentFiles")
-        told = [run([*ask], _LIMIT_S), run(["systemctl", "show-environment"], _LIMIT_S)]
-        for done in told:
-            if done.returncode:
-                raise agent.Refused(f"systemctl does not say what it gives: {_last(done)}")
-        unit, own = (done.stdout for done in told)
-        return systemd_variables(unit, own)
+        unit = self._show("Environment", "EnvironmentFiles", "UnsetEnvironment")
+        return systemd_variables(unit, self._ask("show-environment"))
+
+    def _show(self, *names: str) -> dict[str, str]:
+        """Properties of the unit, whether there is one or not."""
+        said = self._ask("show", self._name, f"--property={','.join(names)}")
+        found = dict(line.partition("=")[::2] for line in said.splitlines() if "=" in line)
+        return {name: found.get(name, "") for name in names}
+
+    def _ask(self, *words: str) -> str:
+        """What systemctl says. Refused, after a moment in which it may be replaced, if nothing."""
+        deadline = time.monotonic() + _ASK_S
+        while True:
+            done = run(["systemctl", *words], _LIMIT_S)
+            if not done.returncode:
+                return done.stdout
+            if time.monotonic() > deadline:
+                raise agent.Refused(f"systemctl does not say: {_last(done)}")
+            time.sleep(0.2)
 
     def _as_root(self, *words: str, limit_s: float = _LIMIT_S) -> None:
         """As root; sudo never asks."""
         line = [*(() if os.geteuid() == 0 else ("sudo", "-n")), *words]
         done = run(line, limit_s)
         if done.returncode:
-            raise agent.Refused(f"`{' '.join(line)}` failed: {_last(done)}")
+            # It ends with whom to ask, and begins with what is wrong.
+            told = [one for one in done.stderr.splitlines() if one.strip()]
+            why = told[0].strip() if words[0] == "systemctl" and told else _last(done)
+            raise agent.Refused(f"`{' '.join(line)}` failed: {why}")
 
 
 WRITTEN_BY = "# Written by kd."
@@ -235,6 +292,16 @@ _SYSTEMD_STATES = {
     "reloading": RUNNING,
     "inactive": STOPPED,
 }
+
+_SYSTEMD_CODES = {
+    "200": "/CHDIR",
+    "203": "/EXEC",
+    "205": "/LIMITS",
+    "209": "/STDOUT",
+    "216": "/GROUP",
+    "217": "/USER",
+}
+"""What systemd ends with that could not start a program, and calls it: see systemd.exec(5)."""
 
 
 def refuse_another_s(path: pathlib.Path) -> None:
@@ -265,31 +332,31 @@ def supervisor_status(said: str) -> dict[str, Any]:
     }
 
 
-def systemd_status(said: str) -> dict[str, Any]:
-    """Of lines such as `ActiveState=active`."""
-    found = dict(line.partition("=")[::2] for line in said.splitlines() if "=" in line)
-    pid = int(found.get("MainPID") or 0)
-    return {
-        "state": _SYSTEMD_STATES.get(found.get("ActiveState", ""), FAILED),
-        "pid": pid or None,
-        "said": found.get("Result", ""),
-    }
+def systemd_status(found: dict[str, str]) -> dict[str, Any]:
+    """Of the properties ActiveState, MainPID, Result and ExecMainStatus."""
+    pid, active = int(found["MainPID"] or 0), found["ActiveState"]
+    state = _SYSTEMD_STATES.get(active, FAILED)
+    if active == "deactivating" and not pid:  # its first process has ended, and others end
+        state = STOPPED if found["Result"] == "success" else FAILED
+    said, code = found["Result"], found["ExecMainStatus"]
+    if said in ("exit-code", "signal") and code != "0":  # which is of the main process
+        said = " ".join((said, code + _SYSTEMD_CODES.get(code, "")))
+    return {"state": state, "pid": pid or None, "said": said}
 
 
-def systemd_variables(unit: str, own: str) -> set[str]:
-    """Of `systemctl show UNIT --property=Environment,EnvironmentFiles` and of `show-environment`.
+def systemd_variables(unit: dict[str, str], own: str) -> set[str]:
+    """Of Environment, EnvironmentFiles and UnsetEnvironment of a unit and of `show-environment`.
 
     Refused where a file that only systemd reads may hold more.
     """
-    found = dict(line.partition("=")[::2] for line in unit.splitlines() if "=" in line)
-    if found.get("EnvironmentFiles"):
-        raise agent.Refused(f"the unit reads more from {found['EnvironmentFiles'].split()[0]}")
+    if unit["EnvironmentFiles"]:
+        raise agent.Refused(f"the unit reads more from {unit['EnvironmentFiles'].split()[0]}")
     # Of a value with a line break `show-environment` makes $'...', so that each line is a variable.
     names = {line.partition("=")[0] for line in own.splitlines() if "=" in line}
     names |= {"HOME", "LOGNAME", "SHELL", "USER"}  # of `User=`
     with contextlib.suppress(ValueError):  # what is quoted as no shell does is not taken for set
-        names |= {word.partition("=")[0] for word in shlex.split(found.get("Environment", ""))}
-    return names
+        names |= {word.partition("=")[0] for word in shlex.split(unit["Environment"])}
+    return names - {word.partition("=")[0] for word in unit["UnsetEnvironment"].split()}
 
 
 def _wait_until_gone(living: Callable[[], list[int]], kill: Callable[[], Any]) -> None:

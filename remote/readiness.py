@@ -43,9 +43,8 @@ class _Host:
         return version
 
     def manager(self) -> str:
-        about = self._request["manager"]
-        if about["kind"] == "supervisor":
-            python = str(agent.in_home(about["python"]))
+        if isinstance(self._manager, managers.Supervisor):
+            python = str(agent.in_home(self._request["manager"]["python"]))
             if _fails([python, "-c", "import supervisor"]):
                 raise agent.Refused(
                     f"{python} has no supervisor; on that host: {python} -m pip install supervisor"
@@ -56,7 +55,7 @@ class _Host:
         for program in ("systemctl", "install"):
             if os.geteuid() and _fails(["sudo", "-n", "-l", program]):
                 raise agent.Refused(f"`sudo -n {program}` is not allowed to this user")
-        managers.refuse_another_s(pathlib.Path(about["units"]) / f"{about['unit']}.service")
+        self._manager.require()
         return "systemd"
 
     def model(self) -> str:

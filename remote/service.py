@@ -232,15 +232,26 @@ class Systemd(Manager):
         return {**super().about, "units": self.units}
 
     def _configuration(self, place: Mapping[str, Any]) -> tuple[str, str]:
-        text = self.unit_text(str(place["root"]), str(place["user"]), self._program(place))
-        return f"{self._unit}.service", text
+        python = self._program(place)
+        if re.search(r"[\"'\\]", python):  # in the path of a program alone, however it is quoted
+            raise ConfigError(
+                f"host {self._transport.host}: systemd cannot have a quote or a backslash in "
+                f"python: {python}",
+                remedy="choose another python in remote/hosts.yaml",
+            )
+        return f"{self._unit}.service", self.unit_text(
+            str(place["root"]), str(place["user"]), python
+        )
 
     def unit_text(self, root: str, user: str, python: str) -> str:
         """The unit file. systemd replaces `%` and splits words; both are quoted here."""
 
         def word(value: str) -> str:
             escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-            return '"' + escaped.replace("%", "%%").replace("$", "$$") + '"'
+            return f'"{path(escaped)}"'
+
+        def argument(value: str) -> str:
+            return word(value.replace("$", "$$"))  # which is none in the program's own path
 
         def path(value: str) -> str:
             return value.replace("%", "%%")
@@ -253,21 +264,25 @@ class Systemd(Manager):
                 f"Description=SGLang, as kd promoted it ({self._unit})",
                 "After=network-online.target",
                 "Wants=network-online.target",
+                # How often it is started is for kd to say.
+                "StartLimitIntervalSec=0",
                 "",
                 "[Service]",
                 "Type=exec",
                 f"User={user}",
                 f"WorkingDirectory={path(folder)}",
-                f"ExecStart={word(python)} {word(folder + '/launch.py')}",
+                f"ExecStart={word(python)} {argument(folder + '/launch.py')}",
                 # The whole group, and what a rank started.
                 "KillMode=control-group",
-                "TimeoutStopSec=60",
+                "TimeoutStopSec=30",
                 "Restart=no",
                 "UMask=0077",
                 f"StandardOutput=append:{path(folder)}/service.log",
                 f"StandardError=append:{path(folder)}/service.log",
                 "LimitMEMLOCK=infinity",
                 "LimitNOFILE=1048576",
+                # Of all ranks' threads; systemd's own limit may be less than 5,000.
+                "TasksMax=infinity",
                 "",
                 "[Install]",
                 "WantedBy=multi-user.target",

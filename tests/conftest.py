@@ -6,6 +6,7 @@ import pathlib
 import shutil
 import signal
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,6 +15,9 @@ from kdtree_engine.build import BuildReport, build
 from kdtree_engine.library import LIBRARY_NAME
 from phases.checkout import Checkout
 from phases.evidence import Store
+
+if TYPE_CHECKING:
+    from systemd_machine import SystemdMachine
 
 _SHARING = (
     *("test_csrc.py", "test_csrc_trees.py", "test_simt.py", "test_validation.py"),
@@ -85,3 +89,16 @@ def small_cpu_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         timing, "_cache_bytes", lambda device: 0 if device.type == "cpu" else true_size(device)
     )
+
+
+@pytest.fixture(scope="session")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SystemdMachine]:
+    """A machine with a systemd of its own."""
+    from systemd_machine import SystemdMachine, Unavailable
+
+    try:
+        running = SystemdMachine(tmp_path_factory.mktemp("systemd"))
+    except Unavailable as error:
+        pytest.skip(str(error))
+    yield running
+    running.stop()

@@ -1,7 +1,7 @@
 """kd record, promote, rollback, restart, status, logs: what a person types and is told.
 
-The host is this machine with a real supervisord and a stand-in for SGLang. What its gates say is
-given here; that they are run there is in tests/remote/test_validation.py.
+The host has a real service manager, of either kind, and a stand-in for SGLang. What its gates say
+is given here; that they are run there is in tests/remote/test_validation.py.
 """
 
 from __future__ import annotations
@@ -16,24 +16,29 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from stand_in_host import StandInHost
+from stand_in_host import StandInHost, stand_in
 
 import tasks
-from remote import inventory, validation
+from remote import connection, inventory, validation
 from remote.errors import TransportError
-from remote.local import LocalTransport
 
 pytestmark = pytest.mark.slow
-pytest.importorskip("supervisor", reason="supervisor is not installed")
 
 Kd = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def host(tmp_path: pathlib.Path) -> Iterator[StandInHost]:
-    made = StandInHost(tmp_path, LocalTransport())
-    yield made
-    made.close()
+def host(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[StandInHost]:
+    """Of supervisord, if a test does not ask for both managers."""
+    manager = getattr(request, "param", "supervisor")
+    if manager == "supervisor":
+        pytest.importorskip("supervisor", reason="supervisor is not installed")
+    machine = request.getfixturevalue("machine") if manager == "systemd" else None
+    with stand_in(tmp_path, machine) as made:
+        yield made
+
+
+both = pytest.mark.parametrize("host", ["supervisor", "systemd"], indirect=True)
 
 
 @pytest.fixture
@@ -63,6 +68,7 @@ def kd(
     """What a command ends with: exit code, stdout, stderr."""
     monkeypatch.setattr(tasks, "_hosts", lambda names: [host.host])
     monkeypatch.setattr(tasks, "_host", lambda name: host.host)
+    monkeypatch.setattr(connection, "connect", lambda named: host.transport)
     monkeypatch.setattr(validation.Validation, "states", lambda self, release, phase: states)
 
     def run(*words: str) -> tuple[int, str, str]:
@@ -75,6 +81,7 @@ def kd(
     return run
 
 
+@both
 def test_from_nothing_to_a_promoted_phase_and_back(kd: Kd, host: StandInHost) -> None:
     code, out, err = kd("promote", "stock")
     assert (code, out) == (2, "")
@@ -214,6 +221,7 @@ def test_what_runs_there_is_shown(kd: Kd, host: StandInHost) -> None:
     assert json.loads(kd("status", "--host", "here", "--json")[1])["jobs"] == []
 
 
+@both
 def test_a_check_says_what_a_promotion_would_lack(
     kd: Kd, host: StandInHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,8 +233,11 @@ def test_a_check_says_what_a_promotion_would_lack(
     assert out.splitlines()[1].split()[-4:] == ["yes", "yes", "yes", "no"]
     (host.model / "config.json").unlink()
     code, out, err = kd("hosts", "check", "here", "--json")
-    needs = {one["what"]: one["ok"] for one in json.loads(out)["here"]["needs"]}
+    found = json.loads(out)["here"]["needs"]
+    needs = {one["what"]: one["ok"] for one in found}
     assert code == 1
+    kind = host.live.manager.kind
+    assert {"what": "manager", "ok": True, "said": kind} in found
     assert [what for what, ok in needs.items() if not ok] == ["sglang", "model"]
     assert not host.root.exists(), "nothing is written there"
 

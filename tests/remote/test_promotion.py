@@ -1,4 +1,4 @@
-"""A live service that is changed: a real supervisord, real processes, and a stand-in for SGLang.
+"""A live service that is changed: a real manager, real processes, and a stand-in for SGLang.
 
 The stand-in answers in no time and can be unfit in every way; the real server is changed in
 tests/sglang/test_live_service.py.
@@ -11,38 +11,53 @@ import itertools
 import os
 import pathlib
 import re
-import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pytest
-from stand_in_host import StandInHost, interrupts
+from stand_in_host import StandInHost, interrupts, stand_in
+from systemd_machine import SYSTEM_PYTHON
 
 from phases.recorded import expected
 from remote import promoter
 from remote import releases as client
 from remote.errors import TransportError
-from remote.local import LocalTransport
 from remote.promotion import Target
 from remote.releases import ReleaseRefused
-from remote.transport import Transport
 
 pytestmark = pytest.mark.slow
-pytest.importorskip("supervisor", reason="supervisor is not installed")
 
 
 @pytest.fixture
-def host(tmp_path: pathlib.Path) -> Iterator[StandInHost]:
-    made = StandInHost(tmp_path, LocalTransport())
-    yield made
-    made.close()
+def host(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[StandInHost]:
+    """Of supervisord, if a test does not ask for both managers."""
+    manager = getattr(request, "param", "supervisor")
+    if manager == "supervisor":
+        pytest.importorskip("supervisor", reason="supervisor is not installed")
+    machine = request.getfixturevalue("machine") if manager == "systemd" else None
+    with stand_in(tmp_path, machine) as made:
+        yield made
 
 
-def test_promoted_and_back_over_ssh(ssh: Transport, tmp_path: pathlib.Path) -> None:
-    host = StandInHost(tmp_path, ssh)
+both = pytest.mark.parametrize("host", ["supervisor", "systemd"], indirect=True)
+
+
+@pytest.mark.parametrize("manager", ["supervisor", "systemd"])
+def test_promoted_and_back_over_ssh(
+    request: pytest.FixtureRequest,
+    tmp_path: pathlib.Path,
+    manager: Literal["supervisor", "systemd"],
+) -> None:
+    """With systemd by a login that is not root."""
+    if manager == "supervisor":
+        pytest.importorskip("supervisor", reason="supervisor is not installed")
+        host = StandInHost(tmp_path, request.getfixturevalue("ssh"))
+    else:
+        ssh, folder = map(request.getfixturevalue, ("person_ssh", "open_path"))
+        host = StandInHost(folder, ssh, manager, SYSTEM_PYTHON)
     try:
         for release in ("a", "b"):
             outcome = host.promote(host.place(release))
@@ -68,12 +83,13 @@ def test_promoted_and_back_over_ssh(ssh: Transport, tmp_path: pathlib.Path) -> N
         host.close()
 
 
+@both
 @pytest.mark.parametrize(
     ("behaviour", "says"),
     [
         ("wrong", r"other tokens than recorded: prompt 0, token 5: \d+ instead of \d+"),
         ("wrong later", "other tokens than recorded"),
-        ("dies", "it does not start: .*ERROR.*; its log ends: no such model"),
+        ("dies", "it does not start: .*; its log ends: no such model"),
         ("dies later", "its process has ended|is not any more"),
         ("silent", "not healthy, and its log has stood still for 4 s; its log ends: starts"),
         ("no tokens", 'it does not generate: HTTP 500 {"error": "out of memory"}'),
@@ -94,6 +110,7 @@ def test_what_is_not_fit_is_taken_back(host: StandInHost, behaviour: str, says: 
     assert host.audit()[-1] == ("promote", "phase 3 of good", "phase 3 of bad", "restored")
 
 
+@both
 def test_a_first_one_that_is_not_fit_leaves_nothing(host: StandInHost) -> None:
     outcome = host.promote(host.place("bad", "wrong"))
     assert outcome.result == "stopped"
@@ -111,6 +128,7 @@ def test_stock_is_live_without_any_release(host: StandInHost) -> None:
     host.is_well(None)
 
 
+@both
 def test_where_the_one_before_does_not_serve_either_it_is_said(host: StandInHost) -> None:
     assert host.promote(host.place("good")).done
     (host.root / "releases/good/site/behaviour").write_text("dies")
@@ -119,6 +137,7 @@ def test_where_the_one_before_does_not_serve_either_it_is_said(host: StandInHost
     assert "and what was live before does not serve: it does not start" in outcome.text
 
 
+@both
 def test_a_child_that_ignores_its_end_does_not_outlive_its_release(host: StandInHost) -> None:
     assert host.promote(host.place("a", "stubborn")).done
     pid = host.live.manager.status().pid
@@ -128,15 +147,17 @@ def test_a_child_that_ignores_its_end_does_not_outlive_its_release(host: StandIn
     assert host.releases.group_of(pid) == []
 
 
+@both
 def test_processes_of_a_service_that_died_are_ended_too(host: StandInHost) -> None:
     assert host.promote(host.place("a", "stubborn")).done
     pid = host.live.manager.status().pid
     assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    host.there("kill", "-KILL", str(pid))
     assert host.promote(host.place("b")).done
     assert host.releases.group_of(pid) == []
 
 
+@both
 def test_ctrl_c_puts_back_what_was_live(host: StandInHost) -> None:
     assert host.promote(host.place("good")).done
     interrupts(host, "starts: phase 3 of slow")
@@ -210,6 +231,7 @@ def test_old_releases_go_once_newer_ones_are_live(host: StandInHost) -> None:
     host.is_well("b")
 
 
+@both
 def test_a_restart_is_held_against_the_tokens_and_changes_no_history(host: StandInHost) -> None:
     assert host.promote(host.place("a")).done
     before = host.releases.promotions()["entries"]
@@ -220,6 +242,7 @@ def test_a_restart_is_held_against_the_tokens_and_changes_no_history(host: Stand
     host.is_well("a")
 
 
+@both
 def test_recorded_tokens_are_those_of_a_server_of_its_own(host: StandInHost) -> None:
     assert host.promote(host.place("a")).done
     host.live.checks_of_live = host.checks

@@ -97,6 +97,7 @@ class TestSystemd:
         about = {"kind": "systemd", "units": str(tmp_path / "units")}
         host.request["manager"].update(about)
         (tmp_path / "units").mkdir()
+        host.program("systemctl", "")  # it knows of no unit
 
     def test_where_none_runs(
         self, host: Host, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
@@ -114,6 +115,13 @@ class TestSystemd:
         assert "kd has not written it" in host.lacks()["manager"]
         unit.write_text(f"{managers.WRITTEN_BY}\n")
         assert host.lacks() == {}
+
+    def test_an_old_one(
+        self, host: Host, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(readiness, "_SYSTEMD", tmp_path)
+        host.program("systemctl", 'echo "systemd 239 (239-82.el8)"')
+        assert "this is systemd 239, and 240 or newer is needed" in host.lacks()["manager"]
 
     def test_without_sudo(
         self, host: Host, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
@@ -218,7 +226,7 @@ class TestVariablesOfTheManager:
                 "",
                 "reads more from /etc/x",
             ),
-            (None, "", "systemctl does not say what it gives: Failed to connect to bus"),
+            (None, "", "systemctl does not say: Failed to connect to bus"),
         ],
     )
     def test_of_systemd(

@@ -22,10 +22,13 @@ SFTP_SERVERS = ("/usr/lib/openssh/sftp-server", "/usr/libexec/openssh/sftp-serve
 class SshServer:
     """An sshd with keys of its own. folder/ssh is what a person's ~/.ssh would be.
 
-    extra: lines of sshd_config that count before those here.
+    extra: lines of sshd_config that count before those here. enter: what its command begins with,
+    to run elsewhere.
     """
 
-    def __init__(self, folder: pathlib.Path, *extra: str, sftp: bool = True) -> None:
+    def __init__(
+        self, folder: pathlib.Path, *extra: str, sftp: bool = True, enter: tuple[str, ...] = ()
+    ) -> None:
         assert SSHD is not None
         self.folder = folder
         self.port = free_port()
@@ -59,7 +62,7 @@ class SshServer:
             pathlib.Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
         self._log = (folder / "log").open("wb")
         self._process = subprocess.Popen(
-            [SSHD, "-D", "-e", "-f", str(folder / "sshd_config")],
+            [*enter, SSHD, "-D", "-e", "-f", str(folder / "sshd_config")],
             stdin=subprocess.DEVNULL,
             stderr=self._log,
         )

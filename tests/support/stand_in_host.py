@@ -1,10 +1,11 @@
-"""A host with a live service: a real supervisord, and a stand-in for SGLang that starts at once."""
+"""A host with a live service: a real manager, and a stand-in for SGLang that starts at once."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,15 +13,18 @@ import threading
 import time
 import urllib.request
 import zipfile
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import ssh_server
 import stand_in_server
+from systemd_machine import MachineTransport, SystemdMachine
 
 from phases.recorded import draw_prompts
 from remote.agent import file_digest
 from remote.errors import TransportError
 from remote.inventory import Health, LocalHost, Service
+from remote.local import LocalTransport
 from remote.promotion import LiveService, Outcome, Target
 from remote.releases import Releases
 from remote.transport import Transport
@@ -31,17 +35,23 @@ NEW_TOKENS = 6
 class StandInHost:
     """One host with a service, and what a person would do with it."""
 
-    def __init__(self, folder: pathlib.Path, transport: Transport) -> None:
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        transport: Transport,
+        manager: Literal["supervisor", "systemd"] = "supervisor",
+        interpreter: str = sys.executable,
+    ) -> None:
         self.root = folder / "a root's"
         self.said: list[str] = []
         self.port = ssh_server.free_port()
         # SGLang's Python: a server that it is asked for is the stand-in.
-        server = pathlib.Path(stand_in_server.__file__)
+        server = shutil.copy(stand_in_server.__file__, folder)
         self.python = folder / "python"
         self.python.write_text(
             f'#!/bin/sh\nif [ "$1 $2" = "-m sglang.launch_server" ]; then\n'
-            f'  shift 2; exec "{sys.executable}" "{server}" "$@"\n'
-            f'fi\nexec "{sys.executable}" "$@"\n'
+            f'  shift 2; exec "{interpreter}" "{server}" "$@"\n'
+            f'fi\nexec "{interpreter}" "$@"\n'
         )
         self.python.chmod(0o755)
         self.model = folder / "model"
@@ -53,7 +63,7 @@ class StandInHost:
             root=str(self.root),
             python=str(self.python),
             service=Service(
-                manager="supervisor",
+                manager=manager,
                 unit="sglang",
                 model_path=str(self.model),
                 tensor_parallel=1,
@@ -69,13 +79,13 @@ class StandInHost:
             ),
         )
         self.transport = transport
-        self.releases = Releases(transport, python=sys.executable, root=str(self.root))
+        self.releases = Releases(transport, python=interpreter, root=str(self.root))
         self.live = LiveService(
             transport,
             self.releases,
             self.host,
             python=str(self.python),
-            manager_python=sys.executable,
+            manager_python=interpreter,
         )
         prompts = draw_prompts(vocabulary=97, positions=None, count=3, new_tokens=NEW_TOKENS)
         self.prompts = prompts
@@ -123,7 +133,7 @@ class StandInHost:
             (said,) = json.load(answer)
         assert said["output_ids"] == stand_in_server.tokens_after([1, 2], 4)
         pid = self.live.manager.status().pid
-        environment = pathlib.Path(f"/proc/{pid}/environ").read_text().split("\0")
+        environment = self.there("cat", f"/proc/{pid}/environ").split("\0")
         (path,) = [one for one in environment if one.startswith("PYTHONPATH=")]
         return pathlib.Path(path.partition("=")[2]).parent.name or None
 
@@ -140,7 +150,14 @@ class StandInHost:
             (one["did"], one["from"], one["to"], one["result"]) for one in self.releases.audited(99)
         ]
 
+    def there(self, *argv: str) -> str:
+        """What a command on the host prints: its processes may have other numbers than here."""
+        return self.transport.run(argv, timeout=30).stdout
+
     def close(self) -> None:
+        if self.live.manager.kind == "systemd":
+            self.live.manager.stop()
+            return
         conf = self.root / "service" / "supervisord.conf"
         if conf.is_file():
             with contextlib.suppress(TransportError):
@@ -151,6 +168,22 @@ class StandInHost:
             while (self.root / "service" / "supervisord.pid").exists():
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def stand_in(folder: pathlib.Path, machine: SystemdMachine | None = None) -> Iterator[StandInHost]:
+    """Such a host: this machine with a supervisord, or a machine with systemd."""
+    if machine is None:
+        made = StandInHost(folder, LocalTransport())
+    else:
+        machine.drop_in("sglang", "[Service]", "TimeoutStopSec=2")  # of a test that has no minute
+        made = StandInHost(folder, MachineTransport(machine.enter), "systemd")
+    try:
+        yield made
+    finally:
+        made.close()
+        if machine is not None:
+            machine.forget("sglang")
 
 
 def interrupts(
