@@ -271,3 +271,15 @@ def test_rows_have_room_for_two_windows(modules: Any, given: tuple[str, ...]) ->
     assert pools.get_req_to_token_extra_context_len(*given) == 67
     compat.widen_request_rows(20)
     assert pools.get_req_to_token_extra_context_len(*given) == 67, "never less than it was"
+
+
+def test_what_refills_a_graph_is_taken_by_release() -> None:
+    """By the signatures of `_update_target_verify_buffers` in both."""
+    assert compat.verify_refill("0.5.17", ("bs", "lens", "rows", "spec")) == (
+        ("bs", "lens", "rows"),
+        "spec",
+    )
+    assert compat.verify_refill("0.5.23", ("plan", "bs", "lens", "spec", "rows")) == (
+        ("plan", "bs", "lens", "rows"),
+        "spec",
+    )

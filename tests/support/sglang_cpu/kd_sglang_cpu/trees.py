@@ -118,10 +118,11 @@ def captured(prefix: int | None = None) -> list[str]:
     from kdtree_engine.sglang_ext import compat, start_up
 
     batch = 1  # the most that the kit's runner has room for
+    runner = runner_of_the_kit()  # before the override, as it publishes settings of its own
     with get_context().override_server_args(
         speculative_algorithm="STANDALONE", speculative_num_draft_tokens=_NODES
     ):
-        backend = start_up.made(runner_of_the_kit())
+        backend = start_up.made(runner)
         backend.num_draft_tokens = _NODES  # the kit's runner has no server's settings
         backend.init_cuda_graph_state(batch, batch * _NODES)
     if prefix is not None:
