@@ -17,8 +17,8 @@ from kdtree_engine.machine import Machine
 from phases.checkout import Checkout
 from phases.evidence import FigureRecord, new_run_id, now
 from phases.gate import Context, Figure
-from phases.p6_defrag_tier0.price import PLAN, run_length_price
-from phases.p6_defrag_tier0.price_figures import price_series, price_series_json
+from phases.p5_tuning.price import PLAN, run_length_price
+from phases.p5_tuning.price_figures import price_series, price_series_json
 from phases.runner import engine_environment
 
 __all__ = ["COLUMNS", "bench_price", "rows"]

@@ -1,7 +1,7 @@
 """Phase 5: what the kernel costs, against what it must cost, and what tuning may not break."""
 
 from phases.gate import Gate, GateKind
-from phases.p5_tuning import against_peers, checks, roofline, table
+from phases.p5_tuning import against_peers, checks, price, roofline, table
 from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
 
@@ -58,6 +58,14 @@ PHASE = Phase(
             requires=(Requirement.GPU,),
             time_limit_s=3600.0,
             data=_SOURCES,
+        ),
+        Gate(
+            "run-length-price",
+            "the verify kernel's time against the length of contiguous runs",
+            price.run_length_price,
+            kind=GateKind.SPEED,
+            requires=(Requirement.GPU,),
+            data=(*_SOURCES, "kdtree-engine/csrc_trees/*"),
         ),
     ),
     profile=ServiceProfile(arguments=("--attention-backend", "kdtree_mla")),

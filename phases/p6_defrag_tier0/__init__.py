@@ -1,7 +1,7 @@
 """Phase 6: an allocation policy that keeps a churned KV pool contiguous, if contiguity pays."""
 
-from phases.gate import Gate, GateKind
-from phases.p6_defrag_tier0 import checks, price, service
+from phases.gate import Gate
+from phases.p6_defrag_tier0 import checks, service
 from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
 
@@ -18,11 +18,6 @@ _LIVE = (
     "kdtree-engine/kdtree_engine/sglang_ext/*.py",
     "kdtree-engine/kdtree_engine/*.py",
     "tests/support/sglang_cpu/*/*",
-)
-_KERNELS = (
-    "kdtree-engine/csrc/*",
-    "kdtree-engine/csrc_trees/*",
-    "kdtree-engine/kdtree_engine/tables/*",
 )
 
 PHASE = Phase(
@@ -47,14 +42,6 @@ PHASE = Phase(
             requires=(Requirement.SGLANG,),
             time_limit_s=1800.0,
             data=_SERVER,
-        ),
-        Gate(
-            "run-length-price",
-            "the verify kernel's time against the length of contiguous runs",
-            price.run_length_price,
-            kind=GateKind.SPEED,
-            requires=(Requirement.GPU,),
-            data=_KERNELS,
         ),
         Gate(
             "churn-service-token-exact",

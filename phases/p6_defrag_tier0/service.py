@@ -13,7 +13,7 @@ from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
 from phases.service import Answer, serving
 from phases.service_compared import Turn, compared
 from phases.service_mixed import MixedTraffic
-from phases.service_scale import CPU, GPU, Scale, Start, kernel, plain
+from phases.service_scale import CPU, GPU, Scale, Start, kernel, plain, triton
 from phases.service_tokens import demand, figures_of
 
 __all__ = ["Churn", "churn_tokens"]
@@ -31,16 +31,23 @@ _GAUGES = {f"{PREFIX}mean_runs": "runs", f"{PREFIX}mean_run_length": "run length
 
 @dataclasses.dataclass(frozen=True)
 class Churn:
-    """What churns a pool of `slots`: prompts of up to `longest` tokens, more than it can hold."""
+    """What churns a pool of `slots`: prompts of up to `longest` tokens, more than it can hold.
+
+    rounds: tokens part by near-ties, so stock trees are served too, to say how often theirs do.
+    """
 
     scale: Scale
     slots: int
     longest: int
+    rounds: bool = False
 
 
 _ON_CPU = Churn(CPU, slots=768, longest=160)
 _ON_GPU = Churn(
-    dataclasses.replace(GPU, lengths=(1024, 4096), batches=(1, 4)), slots=24_576, longest=8192
+    dataclasses.replace(GPU, lengths=(1024, 4096), batches=(1, 4)),
+    slots=24_576,
+    longest=8192,
+    rounds=True,
 )
 
 
@@ -55,7 +62,8 @@ def churn_tokens(
 
     Two servers: stock Triton without speculation, on SGLang's allocator; and trees on the kernel,
     on Tier 0, whose slots come and go with accepted tokens, aborts and evictions. On a CPU, the
-    latter then answers once more while it writes to other slots than it reads, which must show.
+    latter then answers once more while it writes to other slots than it reads, which must show. On
+    a GPU, trees on Triton are a third one.
     seconds: of traffic, for a rehearsal; None: as the gate is run.
     """
     on_gpu = torch.cuda.is_available()
@@ -89,7 +97,7 @@ def churn_tokens(
     if spoils is not None:
         environment["KD_TEST_WRONG_SLOTS"] = str(spoils)
     found = traffic.ask(
-        (plain(), kernel(_NODES)),
+        (plain(), kernel(_NODES), *([triton(_NODES)] if churn.rounds else [])),
         graphs=churn.scale.graphs,
         start=start,
         more=("--enable-metrics", "--max-total-tokens", str(churn.slots)),

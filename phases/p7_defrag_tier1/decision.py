@@ -23,9 +23,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from kdtree_engine.errors import MissingError
 from phases.evidence import Evidence, FigureRecord, Record, Store
 from phases.gate import Context, FailureKind, Figure, GateFailure, Status, Unit
-from phases.p6_defrag_tier0 import PHASE as PRICED
+from phases.p5_tuning import PHASE as PRICED
+from phases.p5_tuning.price_figures import PriceSeries, price_series, verify
+from phases.p6_defrag_tier0 import PHASE as CHURNED
 from phases.p6_defrag_tier0.checks import RUN_LENGTH
-from phases.p6_defrag_tier0.price_figures import PriceSeries, price_series, verify
 from phases.plan import PlanStatus, find_plan, load_plans
 
 __all__ = ["RESTS_ON", "THRESHOLD", "Gain", "deferral_figures", "gains", "kept_evidence"]
@@ -35,7 +36,7 @@ THRESHOLD = 0.05
 _PLAN = "17"
 _PRICE, _CHURN = "run-length-price", "runs-per-request"
 RESTS_ON = (_PRICE, _CHURN)
-"""The gates of phase 6 whose figures decide."""
+"""The gates, of phases 5 and 6, whose figures decide."""
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _EVIDENCE = _ROOT / "plans" / "evidence"
 
@@ -85,10 +86,10 @@ def gains(series: Iterable[PriceSeries], run_lengths: Mapping[str, float]) -> li
 
 
 def kept_evidence(kept: pathlib.Path = _EVIDENCE) -> dict[str, Evidence]:
-    """The newest kept evidence of phase 6's gates, of those that ran to their end."""
+    """The newest kept evidence of the gates of phases 5 and 6, of those that ran to their end."""
     store = Store(kept, kept, _ROOT)
     records = [_ended(record) for record in store.kept_records().values()]
-    return store.among(records, [PRICED])
+    return store.among(records, [PRICED, CHURNED])
 
 
 def deferral_figures(
@@ -109,7 +110,8 @@ def deferral_figures(
         if name not in known:
             raise MissingError(
                 f"no run of {name} is kept in plans/evidence",
-                remedy="run phase 6 (the price on a GPU) and keep it: kd evidence keep --help",
+                remedy="run phases 5 (the price, on a GPU) and 6 and keep them: "
+                "kd evidence keep --help",
             )
     failed = [name for name in RESTS_ON if known[name].gate.status is not Status.PASSED]
     if failed:
@@ -120,7 +122,7 @@ def deferral_figures(
     if stale:
         raise GateFailure(
             FailureKind.LAUNCH,
-            f"the code has changed since {' and '.join(stale)} passed: run phase 6 again",
+            f"the code has changed since {' and '.join(stale)} passed: run phases 5 and 6 again",
         )
     try:
         found = gains(

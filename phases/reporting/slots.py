@@ -7,7 +7,7 @@ from typing import Any
 import pydantic
 
 from phases.bench_frag import Churned, FragBench, over_time, time_columns
-from phases.p6_defrag_tier0.price_figures import price_series
+from phases.p5_tuning.price_figures import price_series
 from phases.reporting.kept import Document, Kept, documents
 from phases.reporting.model import (
     Block,

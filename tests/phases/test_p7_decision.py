@@ -13,7 +13,7 @@ import pytest
 from kdtree_engine.errors import MissingError
 from phases.evidence import FigureRecord
 from phases.gate import Context, FailureKind, Figure, GateFailure, Status, Unit
-from phases.p6_defrag_tier0 import price_figures as named
+from phases.p5_tuning import price_figures as named
 from phases.p6_defrag_tier0.checks import RUN_LENGTH
 from phases.p7_defrag_tier1 import decision
 from phases.plan import PlanStatus, find_plan, load_plans

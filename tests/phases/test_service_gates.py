@@ -108,6 +108,19 @@ def test_tier0_under_churn_passes(ctx: Context) -> None:
         assert arguments[-3:] == ("--enable-metrics", "--max-total-tokens", "500")
 
 
+def test_where_tokens_round_stock_trees_say_how_often(ctx: Context) -> None:
+    small = churn.Churn(SCALE, slots=500, longest=40, rounds=True)
+    start = FakeStart("near-tie once")
+    figures = churn.churn_tokens(ctx, start=start, seconds=1.0, churn=small)
+    found = {figure.name: figure.value for figure in figures}
+    assert found["kdtree_mla-9: near-ties accepted"] == 1
+    assert found["triton-9: tokens equal"] > 0
+    backends = [one[one.index("--attention-backend") + 1] for one, _ in start.started]
+    assert sorted(backends) == ["kdtree_mla", "triton", "triton"]
+    with pytest.raises(GateFailure, match="beside 0% of stock trees'"):
+        churn.churn_tokens(ctx, start=FakeStart("near-tie"), seconds=1.0, churn=small)
+
+
 @pytest.mark.parametrize(
     ("fault", "kind", "says"),
     [

@@ -17,7 +17,7 @@ from kdtree_engine.fragmentation.measure import ROW_BYTES
 from kdtree_engine.ops import AcceptedPaths, compact_kv
 from kdtree_engine.reference.tiny_mla import Attention
 from kdtree_engine.timing import Tensors
-from phases.p6_defrag_tier0.price_figures import Slots, verify
+from phases.p5_tuning.price_figures import Slots, verify
 from phases.regimes import Regime, draw, problem_with
 
 __all__ = ["Compaction", "Gather", "Place", "Subject", "Verify"]

@@ -18,9 +18,9 @@ from kdtree_engine.fragmentation.layouts import slots_needed
 from kdtree_engine.timing import Tensors, Timing, WrongResult
 from phases.evidence import FigureRecord
 from phases.gate import Context, FailureKind, Figure, GateFailure, GateKind, Unit
-from phases.p6_defrag_tier0 import PHASE, price
-from phases.p6_defrag_tier0.price_figures import PriceSeries, price_series, price_series_json
-from phases.p6_defrag_tier0.price_subjects import Compaction, Gather, Place, Slots, Verify
+from phases.p5_tuning import PHASE, price
+from phases.p5_tuning.price_figures import PriceSeries, price_series, price_series_json
+from phases.p5_tuning.price_subjects import Compaction, Gather, Place, Slots, Verify
 from phases.regimes import Regime
 from phases.requirement import Requirement
 

@@ -22,8 +22,8 @@ from kdtree_engine.reference.tiny_mla import Attention
 from kdtree_engine.timing import Timing, WrongResult, copy_bandwidth, time_operation
 from phases.candidates import require_current_library
 from phases.gate import Context, FailureKind, Figure, GateFailure, Unit
-from phases.p6_defrag_tier0.price_figures import Slots, name, price_series, verify
-from phases.p6_defrag_tier0.price_subjects import Compaction, Gather, Place, Subject, Verify
+from phases.p5_tuning.price_figures import Slots, name, price_series, verify
+from phases.p5_tuning.price_subjects import Compaction, Gather, Place, Subject, Verify
 from phases.regimes import Regime, first_seed
 
 __all__ = ["PLAN", "PricePlan", "run_length_price"]
