@@ -29,6 +29,7 @@ from phases.p8_ddtree.models import models_of
 from phases.service import Answer, Service, ServiceFailed, Tokens, incomplete, serving
 from phases.service_scale import GPU, Scale, Start
 from phases.service_tokens import LIKELY, Key, compare_answer, rounding
+from phases.side_by_side import entered
 from phases.trained_models import TrainedModels
 
 __all__ = ["GPU_POINTS", "BatchSpeed", "Points", "batch_speed", "lengthened", "speed", "starts"]
@@ -91,21 +92,25 @@ def speed(
         models, ctx.scratch / "models", max(points.lengths) + points.new_tokens + 1024
     )
     variants = (PLAIN, TREES, ADAPTIVE, CHAIN)
-    found: dict[Variant, dict[_Point, BatchSpeed]] = {}
-    for number, variant in enumerate(variants):
-        log = ctx.scratch / f"{number}.log"
-        with variant_server(longer, variant, scale, log, start, _SLOTS) as service:
-            found[variant] = {}
-            for length in points.lengths:
-                ctx.progress(number, len(variants), f"{variant.name}: {length} tokens")
-                for batch in points.batches:
-                    found[variant][length, batch] = batch_speed(
-                        service,
-                        starts(ctx, length, batch),
-                        new_tokens=points.new_tokens,
-                        repeats=scale.passes if batch == 1 else _BATCHED_PASSES,
-                        likely=LIKELY if variant == PLAIN else 0,
-                    )
+    found: dict[Variant, dict[_Point, BatchSpeed]] = {variant: {} for variant in variants}
+    servers = [
+        variant_server(longer, variant, scale, ctx.scratch / f"{number}.log", start, _SLOTS)
+        for number, variant in enumerate(variants)
+    ]
+    every = [(length, batch) for length in points.lengths for batch in points.batches]
+    ctx.progress(0, len(every), "the servers start")
+    # All run until the end, so that a host that grows slower does so for each of them.
+    with entered(servers, at_once=scale.side_by_side) as services:
+        for number, (length, batch) in enumerate(every):
+            for variant, service in zip(variants, services, strict=True):
+                ctx.progress(number, len(every), f"{variant.name}: {length} tokens x {batch}")
+                found[variant][length, batch] = batch_speed(
+                    service,
+                    starts(ctx, length, batch),
+                    new_tokens=points.new_tokens,
+                    repeats=scale.passes if batch == 1 else _BATCHED_PASSES,
+                    likely=LIKELY if variant == PLAIN else 0,
+                )
     figures = _figures(found)
     _demand_tokens(found, scale, figures)
     _demand_speed(found, figures)

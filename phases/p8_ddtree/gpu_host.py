@@ -250,7 +250,7 @@ def variant_server(
     paths = [*map(str, scale.paths), str(_ROOT / "kdtree-engine"), os.environ.get("PYTHONPATH", "")]
     with start(
         (
-            *("--model-path", str(models.target), "--skip-tokenizer-init"),
+            *("--model-path", str(models.target), "--skip-tokenizer-init", "--sleep-on-idle"),
             *scale.arguments,
             *("--attention-backend", variant.backend),
             *more,
