@@ -1,11 +1,12 @@
 """The real SGLang as a host's live service: recorded, promoted, taken back; over a real sshd.
 
-The host is this machine, reached over SSH; its service manager is a real supervisord. Services that
-are unfit in other ways are in tests/remote/test_promotion.py, with a stand-in that starts at once.
+The host is this machine, reached over SSH; its service manager is a real supervisord, and in the
+last test a real systemd. Services that are unfit in other ways, with a stand-in that starts at
+once, are in tests/remote/test_promotion.py.
 
-All tests share one host, in the order of this file: what is unfit comes first, where nothing is
-live that would have to be started again, as a start of SGLang takes half a minute and more. Each of
-them can be run alone too.
+All other tests share one host, in the order of this file: what is unfit comes first, where nothing
+is live that would have to be started again, as a start of SGLang takes half a minute and more. Each
+of them can be run alone too.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import ssh_server
+from systemd_machine import SystemdMachine
 from unfit_releases import FAILS, HANGS, SEES_ALL, Break, broken
 
 from phases.recorded import draw_prompts, expected, without_speculation
@@ -49,7 +51,11 @@ class Live:
     """A host with SGLang on it, and this checkout on its way there."""
 
     def __init__(
-        self, folder: pathlib.Path, server: ssh_server.SshServer, checkout: pathlib.Path
+        self,
+        folder: pathlib.Path,
+        server: ssh_server.SshServer,
+        checkout: pathlib.Path,
+        manager: Literal["supervisor", "systemd"] = "supervisor",
     ) -> None:
         self.said: list[str] = []
         self.checkout = checkout
@@ -67,7 +73,7 @@ class Live:
             root=str(folder / "root"),
             python=str(python),
             service=Service(
-                manager="supervisor",
+                manager=manager,
                 unit="sglang",
                 model_path=str(model),
                 tensor_parallel=1,
@@ -186,6 +192,10 @@ class Live:
     def close(self) -> None:
         with contextlib.suppress(Exception):
             self.service.manager.stop()
+        assert self.host.service is not None
+        if self.host.service.manager == "systemd":
+            self.transport.close()
+            return
         conf = pathlib.Path(self.host.root) / "service" / "supervisord.conf"
         line = [sys.executable, "-m", "supervisor.supervisorctl", "-c", str(conf), "shutdown"]
         subprocess.run(line, capture_output=True, check=False, timeout=60)
@@ -338,3 +348,47 @@ def test_no_secret_is_anywhere_but_where_the_host_keeps_it(live: Live) -> None:
         if path.is_file() and path.name != "secrets.env":
             assert live.secret.encode() not in path.read_bytes(), path
     assert not any(live.secret in line for line in live.said)
+
+
+def test_under_a_real_systemd(
+    root: pathlib.Path, machine: SystemdMachine, tmp_path: pathlib.Path
+) -> None:
+    """Made live, killed, started again, replaced by stock SGLang, and taken back to."""
+    if ssh_server.SSHD is None or shutil.which("rsync") is None:
+        pytest.skip("sshd and rsync are needed (apt-get install openssh-server rsync)")
+    for name in ("sshd", "checkout", "host"):
+        (tmp_path / name).mkdir()
+    server = ssh_server.SshServer(tmp_path / "sshd", enter=machine.enter)
+    checkout = clone(root, tmp_path / "checkout")
+    there = Live(tmp_path / "host", server, checkout, "systemd")
+    try:
+        good = there.good()
+        there.serves(good)
+        status = there.service.manager.status()
+        assert machine.has(status.pid or 0)
+        group = there.releases.group_of(status.pid or 0)
+        assert len(group) > 2, "SGLang has processes of its own"
+
+        machine.run("kill", "-KILL", str(status.pid))
+        deadline = time.monotonic() + 60
+        while there.service.manager.status().pid is not None and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert there.service.manager.status().pid is None
+        assert not any(map(machine.has, group)), "the unit's other processes end with it"
+
+        live = there.releases.promotions()["live"]
+        checks = expected(there.recorded()).checks
+        again = there.service.again(
+            "restart", live, checks, seen=live, command="kd restart", note=there.said.append
+        )
+        assert again.done, again.text
+        there.serves(good)
+        assert there.promote(None).done
+        there.serves(None)
+        assert there.back().done
+        there.serves(good)
+        assert "kdtree_mla: SGLang 0.5.23" in there.releases.look_at_log(None, 400)["text"]
+    finally:
+        there.close()
+        server.stop()
+    assert there.secret not in "".join(there.said)
