@@ -29,10 +29,17 @@ class KdtreeMlaBackend(TritonAttnBackend):  # type: ignore[misc]  # SGLang is un
     """One backend of one model runner; ranks share nothing through it."""
 
     num_draft_tokens: Any  # of the parent: T, None without speculation
+    max_kv_splits: int  # of the parent's own decode kernel
 
-    def __init__(self, runner: Any, settings: Settings, version: str, *, qlen: bool) -> None:
-        """qlen: SGLang makes masks of T x T bytes a request, and not of T x (L + T)."""
+    def __init__(
+        self, runner: Any, settings: Settings, version: str, *, qlen: bool, alone: bool
+    ) -> None:
+        """qlen: SGLang makes masks of T x T bytes a request, and not of T x (L + T).
+
+        alone: no layer of the model is left to SGLang's Triton kernels.
+        """
         super().__init__(runner)
+        self._decodes_alone = settings.decode and alone
         self._kdtree = settings
         self._qlen = qlen
         self._qlen_steps: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -120,6 +127,13 @@ class KdtreeMlaBackend(TritonAttnBackend):  # type: ignore[misc]  # SGLang is un
             and forward_batch.spec_info is None
             and _plain(layer, features)
         ):
+            partial = self.forward_metadata.attn_logits
+            if partial is not None and partial.shape[2] != self.max_kv_splits:
+                raise RuntimeError(
+                    f"kdtree_mla: a call of layer {layer.layer_id} has features that the kernel "
+                    "has not, and graphs have no room for the splits of SGLang's Triton kernel "
+                    "(set KDTREE_GRAPH_BUFFERS=0)"
+                )
             stock: torch.Tensor = super().forward_decode(
                 q, k, v, layer, forward_batch, save_kv_cache, **features
             )
@@ -148,12 +162,18 @@ class KdtreeMlaBackend(TritonAttnBackend):  # type: ignore[misc]  # SGLang is un
 
         The parent takes max_num_tokens * max_context, as if each tree node had a prefix of its
         own: 545 GB at batch 4, 65 nodes and 262,144 tokens. A request has one prefix.
+
+        Where the kernel decodes all layers, the partial results of the parent's decode kernel get
+        room for one split: its max_num_tokens * heads * splits * 512 of float32 are 17 GB at batch
+        64, 65 nodes, 8 heads and the 256 splits that it takes on a GPU of more than 128 processors.
         """
         if kv_indices_buf is None and self._kdtree.graph_buffers:
             kv_indices_buf = torch.zeros(
                 max_bs * self.max_context_len, dtype=torch.int64, device=self.device
             )
-        nodes = self.num_draft_tokens
+        nodes, splits = self.num_draft_tokens, self.max_kv_splits
+        if self._kdtree.graph_buffers and self._decodes_alone:
+            self.max_kv_splits = 1
         if self._qlen:
             self.num_draft_tokens = None  # so the parent makes no mask of T x max_context a request
         try:
@@ -161,7 +181,7 @@ class KdtreeMlaBackend(TritonAttnBackend):  # type: ignore[misc]  # SGLang is un
                 max_bs, max_num_tokens, kv_indices_buf, cuda_graph_num_kv_splits_buf
             )
         finally:
-            self.num_draft_tokens = nodes
+            self.num_draft_tokens, self.max_kv_splits = nodes, splits
         if self._qlen:
             self._verify_mask = compat.qlen_mask(
                 max_bs, nodes, self.device, prefix=self.get_cuda_graph_seq_len_fill_value()

@@ -38,7 +38,8 @@ VARIABLES = (
     Variable("KDTREE_DECODE", "plain decode, one token a request, runs on the kernel", default="1"),
     Variable(
         "KDTREE_GRAPH_BUFFERS",
-        "CUDA graphs keep max_batch x max_context slots and not max_tokens x max_context",
+        "CUDA graphs keep max_batch x max_context slots and not max_tokens x max_context, and no "
+        "room for splits of a decode kernel that is not used",
         default="1",
     ),
     Variable(

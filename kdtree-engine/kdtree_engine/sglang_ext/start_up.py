@@ -77,7 +77,7 @@ def made(runner: Any) -> Any:
         compat.capture_blocks(masks=False)
     ends = _wants_ends(settings) and compat.read_prompt_ends(version)
     at_once = _moves_at_once(settings, runner)
-    backend = KdtreeMlaBackend(runner, settings, version, qlen=qlen is not None)
+    backend = KdtreeMlaBackend(runner, settings, version, qlen=qlen is not None, alone=not left)
     if compat.renames_slots(version, backend):
         raise ConfigError(
             "kdtree_mla: the unified KV pool gives its rows other numbers than out_cache_loc has",

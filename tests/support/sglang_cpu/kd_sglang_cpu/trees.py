@@ -125,6 +125,9 @@ def captured(prefix: int | None = None) -> list[str]:
         backend = start_up.made(runner)
         backend.num_draft_tokens = _NODES  # the kit's runner has no server's settings
         backend.init_cuda_graph_state(batch, batch * _NODES)
+    # The kernel decodes, so SGLang's own has no partial results; outside of graphs it is as before.
+    if backend.cuda_graph_attn_logits.shape[2] != 1 or backend.max_kv_splits < 8:
+        return [f"splits: {backend.cuda_graph_attn_logits.shape[2]}, {backend.max_kv_splits}"]
     if prefix is not None:
         backend._verify_mask = compat.qlen_mask(batch, _NODES, "cpu", prefix=prefix)
     given = _allocate_decode_buffers(
