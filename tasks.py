@@ -598,9 +598,10 @@ def verify(
 def status(host_name: str | None, as_json: bool) -> None:
     """Phases x hosts from the newest evidence; stale means that the code has changed since.
 
+    What is kept in the repository has a column for each GPU, and with --json one for each record.
     With --host, first what is live there: its service, the lock, what was done last.
     """
-    from phases.report import status_now, status_rows
+    from phases.report import kept_by_gpu, status_now, status_rows
     from phases.runner import run_that_goes_on
 
     live = None
@@ -646,9 +647,14 @@ def status(host_name: str | None, as_json: bool) -> None:
         return
     if live is not None:
         _print_live(live)
-    if columns:
-        rows = status_rows(phases, [gates for _, _, gates in columns.values()], running)
-        _print_table(("phase", "gate", *columns), rows)
+    shown = {
+        label: gates for label, (_, _, gates) in columns.items() if not label.startswith("kept: ")
+    }
+    by_gpu = kept_by_gpu(store, phases, host_name)
+    shown |= {f"kept: {gpu}": gates for gpu, gates in by_gpu.items()}
+    if shown:
+        rows = status_rows(phases, list(shown.values()), running)
+        _print_table(("phase", "gate", *shown), rows)
 
 
 def _live_status(host_name: str) -> dict[str, Any]:

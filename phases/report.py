@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kdtree_engine.fragmentation.exported import PREFIX
 from kdtree_engine.machine import Machine
-from phases.evidence import Evidence, FigureRecord, GateRecord, Record
+from phases.evidence import Evidence, FigureRecord, GateRecord, Record, Store
 from phases.exit_code import ExitCode
 from phases.gate import Gate, Status, Unit
 from phases.phase import Phase
@@ -24,6 +24,7 @@ __all__ = [
     "figure_text",
     "fragmentation_lines",
     "gate_rows",
+    "kept_by_gpu",
     "notes",
     "plain_table",
     "status_now",
@@ -142,6 +143,36 @@ def fragmentation_lines(metrics: Mapping[str, float]) -> list[str]:
             f"reserved for growth, {told('allocation_waits'):.0f} allocations that waited"
         )
     return lines
+
+
+_NOT_RUN = (Status.BLOCKED, Status.UNWRITTEN, Status.INTERRUPTED)
+
+
+def kept_by_gpu(
+    store: Store, phases: Sequence[Phase], host: str | None = None
+) -> dict[str, dict[str, Evidence]]:
+    """The newest kept evidence of each gate, by the GPU and the KDTREE_ variables of its run.
+
+    A gate that ran to its end counts before one that could not, however new. host: of this one
+    alone; None: of all.
+    """
+    sorts: dict[str, list[Record]] = {}
+    for record in store.kept_records().values():
+        if host not in (None, record.host):
+            continue
+        gpus = record.machine.gpus
+        variables = "".join(f", {name}={value}" for name, value in record.environment.items())
+        sorts.setdefault(f"{gpus[0].name if gpus else 'no GPU'}{variables}", []).append(record)
+    found = {}
+    for label, records in sorted(sorts.items()):
+        ran = [
+            record.model_copy(
+                update={"gates": tuple(g for g in record.gates if g.status not in _NOT_RUN)}
+            )
+            for record in records
+        ]
+        found[label] = store.among(records, phases) | store.among(ran, phases)
+    return found
 
 
 def status_rows(

@@ -147,6 +147,17 @@ def test_a_host_that_cannot_be_reached_yet_is_exit_3(kd: Kd) -> None:
     assert len(run.stderr.splitlines()) == 1
 
 
+def test_what_is_kept_has_a_column_for_each_gpu(kd: Kd) -> None:
+    lines = kd("status").stdout.splitlines()
+    assert re.split("  +", lines[0])[2:] == [
+        *("local", "kept: NVIDIA H200", "kept: NVIDIA H200, KDTREE_WGMMA=0", "kept: no GPU")
+    ]
+    (exact,) = (line for line in lines if " kernel-matches-oracle " in line)
+    # On a CPU it could not run; on the H200 it did, and later records of others do not hide that.
+    assert exact.split()[2:] == ["-", "passed", "passed", "blocked"]
+    assert "kept" not in kd("status", "--host", "ct200").stdout
+
+
 def test_a_broken_record_is_one_line_that_names_the_file_and_nothing_is_lost(
     kd: Kd, tmp_path: pathlib.Path
 ) -> None:
