@@ -123,7 +123,7 @@ int64_t lay_out(kdtree::BuildParams& p, char* base) {
 }
 
 void set_sizes(kdtree::BuildParams& p, int64_t batch, int64_t depth, int64_t columns, int64_t ranks) {
-  p.batch = narrow(batch, 0, 1 << 16, "batch");
+  p.batch = narrow(batch, 0, 65535, "batch");  // of a grid
   p.depth = narrow(depth, 1, kdtree::kMaxDepth, "depth");
   p.columns = narrow(columns, 1, kdtree::kMaxChunks * kdtree::kChunkColumns, "columns");
   p.ranks = narrow(ranks, 1, columns < kdtree::kMaxRanks ? columns : kdtree::kMaxRanks, "ranks");

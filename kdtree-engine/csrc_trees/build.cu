@@ -12,13 +12,49 @@ namespace kdtree {
 namespace {
 
 constexpr unsigned kAll = 0xffffffffu;
-constexpr int kChunkThreads = 32 * kChunkWarps;
+constexpr int kChunkThreads = 64;
+constexpr int kChunkWarps = kChunkThreads / 32;
+constexpr int kRuns = kChunkColumns / (kRun * kChunkThreads);
+constexpr int kMaxFound = 128;
 constexpr int kMergeThreads = 128;
-constexpr int kSelectThreads = 128;
+constexpr int kSelectThreads = 512;  // a warp for each row that it may have to rank
+static_assert(kChunkWarps * 32 >= kMaxRanks, "each rank has a lane");
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+
+// A thread's scores of 8 columns.
+template <typename T>
+struct alignas(16) Run {
+  T scores[kRun];
+
+  __device__ __forceinline__ float at(int i) const { return to_float(scores[i]); }
+
+  // The largest; NaN is none's.
+  __device__ __forceinline__ float top() const {
+    float top = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) top = fmaxf(top, at(i));
+    return top;
+  }
+};
+// A bfloat16 is the upper half of a float32: an instruction each, where nvcc makes three of two.
+template <>
+struct alignas(16) Run<__nv_bfloat16> {
+  uint32_t pairs[kRun / 2];
+
+  __device__ __forceinline__ float at(int i) const {
+    return bits_as<float>(i % 2 == 0 ? pairs[i / 2] << 16 : pairs[i / 2] & 0xffff0000u);
+  }
+
+  __device__ __forceinline__ float top() const {
+    __nv_bfloat162 top = bits_as<__nv_bfloat162>(pairs[0]);
+#pragma unroll
+    for (int i = 1; i < kRun / 2; ++i) top = __hmax2(top, bits_as<__nv_bfloat162>(pairs[i]));
+    return fmaxf(fmaxf(__low2float(top), __high2float(top)), -INFINITY);
+  }
+};
 
 __device__ __forceinline__ uint64_t warp_sum(uint64_t x) {
 #pragma unroll
@@ -33,92 +69,216 @@ __device__ __forceinline__ uint64_t warp_max(uint64_t key) {
   return uint64_t{high} << 32 | low;
 }
 
+__device__ __forceinline__ int64_t token_of(const BuildParams& p, int row, uint64_t key) {
+  const int64_t column = column_of(key);
+  return p.token_ids == nullptr ? column : p.token_ids[static_cast<int64_t>(row) * p.columns + column];
+}
+
 // What is known of a row's candidates becomes their log-probabilities and tokens. keys: the row's best.
 __device__ __forceinline__ void finish_row(const BuildParams& p, int row, const uint64_t* keys, float z,
                                            int thread) {
   if (thread >= p.ranks) return;
   const uint64_t key = keys[thread];
-  double log_prob = -INFINITY;
-  int64_t token = -1;
-  if (key != 0) {
-    log_prob = log_prob_of(key, z, p.from_logits);
-    const int64_t column = column_of(key);
-    token = p.token_ids == nullptr ? column : p.token_ids[static_cast<int64_t>(row) * p.columns + column];
-  }
   const int64_t at = static_cast<int64_t>(row) * p.ranks + thread;
-  p.log_probs[at] = log_prob;
-  p.candidates[at] = token;
+  p.log_probs[at] = key == 0 ? -INFINITY : log_prob_of(key, z, p.from_logits);
+  p.candidates[at] = key == 0 ? -1 : token_of(p, row, key);
+}
+
+template <typename T>
+__device__ __forceinline__ const T* row_of(const BuildParams& p, int row) {
+  return static_cast<const T*>(p.scores) + row / p.depth * p.batch_stride + row % p.depth * p.depth_stride;
+}
+
+// Negative infinity.
+__device__ __forceinline__ void set_none(float& x) { x = -INFINITY; }
+__device__ __forceinline__ void set_none(__nv_bfloat16& x) { x = bits_as<__nv_bfloat16>(uint16_t{0xff80}); }
+__device__ __forceinline__ void set_none(__half& x) { x = bits_as<__half>(uint16_t{0xfc00}); }
+
+// The sum over a chunk's block of what its threads bring. Calls take turns with two halves of `parts`, so that
+// a barrier each is enough.
+__device__ __forceinline__ int block_sum(int mine, uint32_t (*parts)[kChunkWarps], int turn) {
+  const uint32_t all = __reduce_add_sync(kAll, static_cast<unsigned>(mine));
+  if (threadIdx.x % 32 == 0) parts[turn % 2][threadIdx.x / 32] = all;
+  __syncthreads();
+  uint32_t total = 0;
+#pragma unroll
+  for (int w = 0; w < kChunkWarps; ++w) total += parts[turn % 2][w];
+  return static_cast<int>(total);
 }
 
 // A block: the best `ranks` of 4,096 columns of a row, and from logits their sum of exponentials.
+//
+// Of each warp the `rounds` best lanes have a column each that is at least the last of these lanes' maxima, so
+// `ranks` columns of the block are at least the least of both bounds. The few that are get ranked by counting.
 template <typename T>
 __global__ void __launch_bounds__(kChunkThreads) chunk_kernel(const __grid_constant__ BuildParams p) {
-  __shared__ uint64_t lists[kChunkWarps * kMaxRanks];
-  __shared__ uint64_t joined[kMaxRanks];
-  __shared__ uint32_t warp_tops[kChunkWarps];
-  __shared__ uint64_t warp_sums[kChunkWarps];
+  __shared__ Run<T> chunk[kRuns * kChunkThreads];
+  __shared__ uint64_t found[kMaxFound];
+  __shared__ uint64_t ranked[kMaxRanks];
+  __shared__ uint32_t tops[kChunkWarps], bounds[kChunkWarps], coarse[kChunkWarps], fine[kChunkWarps];
+  __shared__ uint32_t parts[2][kChunkWarps];
+  __shared__ int found_count;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  const int row = blockIdx.x / p.chunks, chunk = blockIdx.x % p.chunks;
-  const T* scores = static_cast<const T*>(p.scores) + row / p.depth * p.batch_stride + row % p.depth * p.depth_stride;
-  const int first = chunk * kChunkColumns + warp * kWarpColumns;  // of the warp's columns
-
-  float loaded[kLaneColumns];
+  const int first = blockIdx.x * kChunkColumns, columns = p.columns - first;
+  const int row = blockIdx.z * p.depth + blockIdx.y;
+  const T* scores =
+      static_cast<const T*>(p.scores) + blockIdx.z * p.batch_stride + blockIdx.y * p.depth_stride + first;
+  T* const staged = reinterpret_cast<T*>(chunk);
+  // A thread reads what it wrote itself, until the first barrier. A row may begin anywhere: 16 bytes at once only
+  // where they are aligned.
+  if (columns >= kChunkColumns && reinterpret_cast<uintptr_t>(scores) % 16 == 0) {
+    Run<T> loaded[kRuns];  // all loads before the first store, which waits
 #pragma unroll
-  for (int i = 0; i < kLaneColumns; ++i) {
-    const int column = first + i * 32 + lane;
-    loaded[i] = column < p.columns ? to_float(scores[column]) : -INFINITY;
+    for (int i = 0; i < kRuns; ++i)
+      loaded[i] = reinterpret_cast<const Run<T>*>(scores)[i * kChunkThreads + thread];
+#pragma unroll
+    for (int i = 0; i < kRuns; ++i) chunk[i * kChunkThreads + thread] = loaded[i];
+  } else {
+    for (int i = 0; i < kRuns; ++i)
+#pragma unroll
+      for (int j = 0; j < kRun; ++j) {
+        const int column = (i * kChunkThreads + thread) * kRun + j;
+        if (column < columns)
+          staged[column] = scores[column];
+        else
+          set_none(staged[column]);
+      }
   }
-  LaneScores mine;
+  const float most = p.from_logits ? kMaxFloat : 0.0f;
+  float run_tops[kRuns], best;
+#pragma unroll 1
+  for (;;) {
+    best = -INFINITY;
 #pragma unroll
-  for (int i = 0; i < kLaneColumns; ++i)
-    mine.order[i] = is_candidate(loaded[i], p.from_logits) ? ordered(loaded[i]) : 0;
-  mine.find_best();
+    for (int i = 0; i < kRuns; ++i) {
+      run_tops[i] = chunk[i * kChunkThreads + thread].top();
+      best = fmaxf(best, run_tops[i]);
+    }
+    if (!(best > most)) break;
+    // Rare: what is no candidate goes, then once more.
+#pragma unroll 1
+    for (int i = 0; i < kRuns * kRun; ++i) {
+      T& score = staged[(i / kRun * kChunkThreads + thread) * kRun + i % kRun];
+      if (to_float(score) > most) set_none(score);
+    }
+  }
 
-  float top = -INFINITY;
-  if (p.from_logits) {
-    const uint32_t warp_top = __reduce_max_sync(kAll, mine.best);
-    if (lane == 0) warp_tops[warp] = warp_top;
+  const int rounds = (p.ranks + kChunkWarps - 1) / kChunkWarps;
+  uint32_t left = best >= -kMaxFloat ? ordered(best) : 0;
+  uint32_t warp_bound = 0;
+#pragma unroll 1
+  for (int round = 0; round < rounds; ++round) {
+    warp_bound = __reduce_max_sync(kAll, left);
+    if (round == 0) tops[warp] = warp_bound;  // all lanes the same
+    const unsigned holders = __ballot_sync(kAll, left == warp_bound);
+    if (lane == __ffs(static_cast<int>(holders)) - 1) left = 0;
+  }
+  bounds[warp] = warp_bound;
+  if (thread == 0) found_count = 0;
+  __syncthreads();
+
+  uint32_t top_order = 0, bound = 0xffffffffu;
+#pragma unroll
+  for (int w = 0; w < kChunkWarps; ++w) {
+    top_order = max(top_order, tops[w]);
+    bound = min(bound, bounds[w]);
+  }
+  // Puts those of this thread's columns that are at least `least` among what was found; of those that are equal
+  // to it, only columns below `cut`.
+  const auto gather = [&](float least, int cut) {
+    unsigned runs = 0;
+#pragma unroll
+    for (int i = 0; i < kRuns; ++i)
+      if (run_tops[i] >= least) runs |= 1u << i;
+    for (; runs != 0; runs &= runs - 1) {
+      const int at = (__ffs(static_cast<int>(runs)) - 1) * kChunkThreads + thread;
+      const Run<T> run = chunk[at];
+      unsigned mine = 0;
+#pragma unroll
+      for (int j = 0; j < kRun; ++j)
+        if (run.at(j) >= least) mine |= 1u << j;
+      for (; mine != 0; mine &= mine - 1) {
+        const int column = at * kRun + __ffs(static_cast<int>(mine)) - 1;
+        const float score = to_float(staged[column]);
+        if (score == least && column >= cut) continue;
+        const int number = atomicAdd(&found_count, 1);
+        if (number < kMaxFound) found[number] = key_of(ordered(score), static_cast<uint32_t>(first + column));
+      }
+    }
+  };
+  gather(bound == 0 ? -kMaxFloat : value_of(bound), kChunkColumns);
+
+  const float top = top_order == 0 ? -INFINITY : value_of(top_order);
+  if (p.from_logits && top_order != 0) {
+    uint32_t whole = 0, rest = 0;
+#pragma unroll 1
+    for (int i = 0; i < kRuns; ++i) {
+      const Run<T> run = chunk[i * kChunkThreads + thread];
+      ExpSum terms;
+#pragma unroll
+      for (int j = 0; j < kRun; ++j) terms.add(sum(run.at(j), -top));
+      whole += terms.coarse_units();
+      rest += terms.fine_units();
+    }
+    coarse[warp] = __reduce_add_sync(kAll, whole);
+    fine[warp] = __reduce_add_sync(kAll, rest);
+  }
+  __syncthreads();
+
+  int count = found_count;
+  if (count > kMaxFound) {
+    // Many ranks, many equal scores, or a warp with few columns. By bisection: the largest bound that `ranks`
+    // columns reach, or any that few enough reach; and where too many are equal to it, the lowest columns.
+    const auto block_count = [&](float least, int cut, int turn) {
+      int mine = 0;
+#pragma unroll 1
+      for (int i = 0; i < kRuns; ++i) {
+        const Run<T> run = chunk[i * kChunkThreads + thread];
+#pragma unroll
+        for (int j = 0; j < kRun; ++j)
+          mine += run.at(j) > least || (run.at(j) == least && (i * kChunkThreads + thread) * kRun + j < cut);
+      }
+      return block_sum(mine, parts, turn);
+    };
+    uint32_t low = max(bound, ordered(-kMaxFloat)), high = top_order + 1;
+    int turn = 0, cut = kChunkColumns, few = 0;
+#pragma unroll 1
+    while (count > kMaxFound) {
+      const bool by_score = high - low > 1;
+      const uint32_t middle = by_score ? low + (high - low) / 2 : low;
+      const int before = by_score ? kChunkColumns : few + (cut - few) / 2;
+      const int reach = block_count(value_of(middle), before, turn++);
+      if (by_score)
+        (reach >= p.ranks ? low : high) = middle;
+      else
+        (reach >= p.ranks ? cut : few) = before;
+      if (reach >= p.ranks) count = reach;
+    }
     __syncthreads();
-    uint32_t order = 0;
-#pragma unroll
-    for (int w = 0; w < kChunkWarps; ++w) order = max(order, warp_tops[w]);
-    if (order != 0) top = value_of(order);
-    uint64_t total = 0;
-#pragma unroll
-    for (int i = 0; i < kLaneColumns; ++i)
-      if (mine.order[i] != 0) total += fixed_exp(sum(value_of(mine.order[i]), -top));
-    total = warp_sum(total);
-    if (lane == 0) warp_sums[warp] = total;
+    if (thread == 0) found_count = 0;
+    __syncthreads();
+    gather(value_of(low), cut);
+    __syncthreads();
   }
 
-  // The warp's best, one after the other: the largest score, then the lowest column that has it.
-  for (int rank = 0; rank < p.ranks; ++rank) {
-    const uint32_t best = __reduce_max_sync(kAll, mine.best);
-    const uint32_t own = mine.best == best ? mine.column(lane) : 0xffffffffu;
-    const uint32_t column = __reduce_min_sync(kAll, own);
-    if (lane == 0) lists[warp * kMaxRanks + rank] = best == 0 ? 0 : key_of(best, first + column);
-    if (best != 0 && own == column) mine.take_best();
+  const int64_t block = static_cast<int64_t>(row) * p.chunks + blockIdx.x;
+  uint64_t* const best_keys = p.chunks == 1 ? ranked : p.keys + block * p.ranks;
+  for (int i = thread; i < max(count, p.ranks); i += kChunkThreads) {
+    const uint64_t key = i < count ? found[i] : 0;
+    const int place = i < count ? keys_above(found, count, key) : i;
+    if (place < p.ranks) best_keys[place] = key;
   }
-  if (thread < kMaxRanks) joined[thread] = 0;
-  __syncthreads();
-
-  for (int item = thread; item < kChunkWarps * p.ranks; item += kChunkThreads)
-    join(lists, kChunkWarps, p.ranks, item, joined);
-  __syncthreads();
-
   uint64_t total = 0;
-  if (p.from_logits) {
+  if (p.from_logits && top_order != 0) {
 #pragma unroll
-    for (int w = 0; w < kChunkWarps; ++w) total += warp_sums[w];
+    for (int w = 0; w < kChunkWarps; ++w) total += of_units(coarse[w], fine[w]);
   }
   if (p.chunks == 1) {
-    finish_row(p, row, joined, normaliser(top, total), thread);
-    return;
-  }
-  if (thread < p.ranks) p.keys[static_cast<int64_t>(blockIdx.x) * p.ranks + thread] = joined[thread];
-  if (thread == 0) {
-    p.tops[blockIdx.x] = top;
-    p.sums[blockIdx.x] = total;
+    __syncthreads();
+    finish_row(p, row, ranked, normaliser(top, total), thread);
+  } else if (thread == 0) {
+    p.tops[block] = top;
+    p.sums[block] = total;
   }
 }
 
@@ -159,49 +319,111 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
   finish_row(p, static_cast<int>(row), merged, normal, thread);
 }
 
-// A block: one request's tree. One warp grows it, then all threads write it out.
+// A warp: a row of at most 64 columns to the costs and tokens of its depth.
+template <typename T>
+__device__ __forceinline__ void rank_row(const BuildParams& p, int row, uint64_t* keys, double* steps,
+                                         int64_t* tokens, int lane) {
+  const T* scores = row_of<T>(p, row);
+  uint64_t mine[2];
+  int64_t carried[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int column = lane + 32 * i;
+    const float x = column < p.columns ? to_float(scores[column]) : -INFINITY;
+    mine[i] = is_candidate(x, p.from_logits) ? key_of(ordered(x), static_cast<uint32_t>(column)) : 0;
+    carried[i] = column < p.columns ? token_of(p, row, key_of(0, static_cast<uint32_t>(column))) : -1;
+    keys[column] = mine[i];
+  }
+  __syncwarp();
+  float z = 0.0f;
+  if (p.from_logits) {
+    const uint32_t order = __reduce_max_sync(kAll, max(order_of(mine[0]), order_of(mine[1])));
+    const float top = order == 0 ? -INFINITY : value_of(order);
+    uint64_t total = 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (mine[i] != 0) total += fixed_exp(sum(value_of(order_of(mine[i])), -top));
+    z = normaliser(top, warp_sum(total));
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int place = mine[i] == 0 ? kMaxRanks : keys_above(keys, p.columns, mine[i]);
+    if (place < p.ranks) {
+      steps[place] = cost_of(log_prob_of(mine[i], z, p.from_logits));
+      tokens[place] = carried[i];
+    }
+  }
+}
+
+// A warp grows a tree, a node after the other.
+template <int kSlots>
+__device__ __forceinline__ void grow_tree(Tree& tree, int nodes, int lane) {
+  Frontier<kSlots> mine;
+  mine.plant(tree, lane);
+  int node = 1;
+  for (; node < nodes; ++node) {
+    const uint32_t high = __reduce_min_sync(kAll, mine.least_high());
+    if (high == kInfiniteHigh) break;  // the tree has run out
+    const uint32_t low = __reduce_min_sync(kAll, mine.least_low(high));
+    const uint32_t child = __reduce_min_sync(kAll, mine.first_child(high, low));
+    const double cost = bits_as<double>(uint64_t{high} << 32 | low);
+    mine.grow(tree, lane, child, cost, node);
+    if (lane == 0) {
+      tree.cost[node] = cost;
+      tree.origin[node] = child;
+    }
+  }
+  if (lane == 0) tree.count = node;
+}
+
+// A block: one request's tree. One warp grows it, then all threads write it out. Rows of at most 64 columns come
+// as they are, and a warp ranks each.
 __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_constant__ BuildParams p) {
   __shared__ Tree tree;
-  __shared__ double log_probs[kMaxDepth * kMaxRanks];
+  __shared__ uint64_t keys[kMaxDepth][kMaxRanks];
   __shared__ int64_t full_begin;
-  const int thread = threadIdx.x, lane = thread % 32;
-  const int request = blockIdx.x;
-  const int many = p.depth * p.ranks;
-  const int64_t first = static_cast<int64_t>(request) * many;
-  const Ranked ranked = {log_probs, p.depth, p.ranks};
-  for (int i = thread; i < many; i += kSelectThreads) log_probs[i] = p.log_probs[first + i];
-  if (thread == kSelectThreads - 1 && p.out.full_mask != nullptr)
-    full_begin = full_mask_begin(p.prefix_lengths, request, p.out.nodes);
-  __syncthreads();
-
-  if (thread < 32) {
-    if (lane == 0) plant(tree, ranked);
-    __syncwarp();
-    for (int node = 1; node < p.out.nodes; ++node) {
-      const int mine = best_of_lane(tree, lane, 32);
-      const uint64_t key = mine < 0 ? 0 : tree.next[mine];
-      const uint64_t best = warp_max(key);
-      if (best == 0) break;  // the tree has run out
-      // Lanes whose weight is the largest, decided by their tuples.
-      unsigned tied = __ballot_sync(kAll, key == best);
-      int from = __shfl_sync(kAll, mine, __ffs(static_cast<int>(tied)) - 1);
-      for (tied &= tied - 1; tied != 0; tied &= tied - 1) {
-        const int other = __shfl_sync(kAll, mine, __ffs(static_cast<int>(tied)) - 1);
-        if (comes_before(tree, other, from)) from = other;
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const int request = blockIdx.x, nodes = p.out.nodes;
+  const int64_t prefix = p.prefix_lengths[request];
+  const int64_t root = p.root_tokens == nullptr ? -1 : p.root_tokens[request];
+  if (warp <= p.depth)
+    for (int rank = lane; rank <= p.ranks; rank += 32) tree.steps[warp][rank] = INFINITY;
+  if (p.depth == kMaxDepth && thread <= p.ranks) tree.steps[kMaxDepth][thread] = INFINITY;
+  for (int i = thread; i < kMaxNodes * kMaxRanks / 4; i += kSelectThreads)
+    reinterpret_cast<uint32_t*>(tree.child)[i] = 0;
+  if (thread == 0) tree.cost[0] = 0.0;
+  if (thread == kSelectThreads - 1)
+    full_begin = p.out.full_mask == nullptr ? 0 : full_mask_begin(p.prefix_lengths, request, nodes);
+  __syncwarp();
+  if (warp < p.depth) {
+    const int row = request * p.depth + warp;
+    double* steps = tree.steps[warp];
+    int64_t* tokens = tree.tokens + warp * p.ranks;
+    if (p.columns > kMaxRanks) {
+      for (int rank = lane; rank < p.ranks; rank += 32) {
+        steps[rank] = cost_of(p.log_probs[static_cast<int64_t>(row) * p.ranks + rank]);
+        tokens[rank] = p.candidates[static_cast<int64_t>(row) * p.ranks + rank];
       }
-      const int rank = tree.cursor[from];
-      __syncwarp();  // every lane has read what is written now
-      if (lane == 0) emit(tree, ranked, from, rank, node);
-      if (lane == 1) advance(tree, ranked, from, rank);
-      __syncwarp();
+    } else if (p.type == ScoreType::kFloat32) {
+      rank_row<float>(p, row, keys[warp], steps, tokens, lane);
+    } else if (p.type == ScoreType::kBfloat16) {
+      rank_row<__nv_bfloat16>(p, row, keys[warp], steps, tokens, lane);
+    } else {
+      rank_row<__half>(p, row, keys[warp], steps, tokens, lane);
     }
   }
   __syncthreads();
-  mark_seen(tree, p.out.nodes, thread, kSelectThreads);
+
+  if (warp == 0) {
+    if (nodes <= 65)
+      grow_tree<2>(tree, nodes, lane);
+    else
+      grow_tree<4>(tree, nodes, lane);
+  }
   __syncthreads();
-  const int64_t root = p.root_tokens == nullptr ? -1 : p.root_tokens[request];
-  write_tree(tree, ranked, p.candidates + first, root, p.prefix_lengths[request],
-             p.out.full_mask == nullptr ? 0 : full_begin, request, p.out, thread, kSelectThreads);
+  link_nodes(tree, nodes, thread, kSelectThreads);
+  __syncthreads();
+  write_tree(tree, p.ranks, root, prefix, full_begin, request, p.out, thread, kSelectThreads);
 }
 
 }  // namespace
@@ -209,19 +431,22 @@ __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_con
 cudaError_t launch_build(const BuildParams& p, cudaStream_t stream) {
   if (p.batch == 0) return cudaSuccess;
   const unsigned rows = static_cast<unsigned>(p.batch) * p.depth;
-  const unsigned blocks = rows * p.chunks;
-  switch (p.type) {
-    case ScoreType::kFloat32:
-      chunk_kernel<float><<<blocks, kChunkThreads, 0, stream>>>(p);
-      break;
-    case ScoreType::kBfloat16:
-      chunk_kernel<__nv_bfloat16><<<blocks, kChunkThreads, 0, stream>>>(p);
-      break;
-    case ScoreType::kFloat16:
-      chunk_kernel<__half><<<blocks, kChunkThreads, 0, stream>>>(p);
-      break;
+  const dim3 blocks(static_cast<unsigned>(p.chunks), static_cast<unsigned>(p.depth), static_cast<unsigned>(p.batch));
+  cudaError_t error = cudaSuccess;
+  if (p.columns > kMaxRanks) {
+    switch (p.type) {
+      case ScoreType::kFloat32:
+        chunk_kernel<float><<<blocks, kChunkThreads, 0, stream>>>(p);
+        break;
+      case ScoreType::kBfloat16:
+        chunk_kernel<__nv_bfloat16><<<blocks, kChunkThreads, 0, stream>>>(p);
+        break;
+      case ScoreType::kFloat16:
+        chunk_kernel<__half><<<blocks, kChunkThreads, 0, stream>>>(p);
+        break;
+    }
+    error = cudaGetLastError();
   }
-  cudaError_t error = cudaGetLastError();
   if (error == cudaSuccess && p.chunks > 1) {
     merge_kernel<<<rows, kMergeThreads, 0, stream>>>(p);
     error = cudaGetLastError();

@@ -21,6 +21,8 @@
 
 namespace kdtree {
 
+constexpr float kMaxFloat = 3.40282347e+38f;
+
 KD_BOTH float product(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fmul_rn(a, b);
@@ -61,6 +63,26 @@ KD_BOTH double quotient(double a, double b) {
 #endif
 }
 
+// a * b + c, rounded once. Only where the product is exact, so that it is the two operations above.
+KD_BOTH float fused(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+  return __fmaf_rn(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// The sum of two numbers that are not negative, cut off instead of rounded.
+KD_BOTH float sum_cut(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fadd_rz(a, b);
+#else
+  const float total = a + b, part = total - a;
+  const float error = (a - (total - part)) + (b - part);  // exact: a + b = total + error
+  return error < 0 ? nextafterf(total, 0.0f) : total;
+#endif
+}
+
 template <typename To, typename From>
 KD_BOTH To bits_as(From from) {
   static_assert(sizeof(To) == sizeof(From), "the bits of one type as another of the same size");
@@ -90,24 +112,54 @@ KD_BOTH bool is_candidate(float x, bool from_logits) {
   return (bits_as<uint32_t>(x) & 0x7f800000u) != 0x7f800000u && (from_logits || x <= 0.0f);
 }
 
-// exp(x) for x <= 0 in units of 2^-40; 0 for NaN and below -30. Cody and Waite's reduction, then Taylor's
-// polynomial of degree 7: coefficients 1/7! to 1/0!.
+// exp(x) for |x| <= log(2) / 2: Taylor's polynomial of degree 7, coefficients 1/7! to 1/0!.
+KD_BOTH float power_of(float x) {
+  float power = 1.98412701e-04f;
+  power = sum(product(power, x), 1.38888892e-03f);
+  power = sum(product(power, x), 8.33333377e-03f);
+  power = sum(product(power, x), 4.16666679e-02f);
+  power = sum(product(power, x), 1.66666672e-01f);
+  power = sum(product(power, x), 0.5f);
+  power = sum(product(power, x), 1.0f);
+  return sum(product(power, x), 1.0f);
+}
+
+// exp(x) for x <= 0 in units of 2^-40; 0 for NaN and below -30. Cody and Waite's reduction, then the polynomial.
 KD_BOTH uint64_t fixed_exp(float x) {
   if (!(x >= -30.0f)) return 0;
   const float halvings = rintf(product(x, 1.44269502f));
   float rest = sum(x, -product(halvings, 0.693145752f));
   rest = sum(rest, -product(halvings, 1.42860677e-06f));
-  float power = 1.98412701e-04f;
-  power = sum(product(power, rest), 1.38888892e-03f);
-  power = sum(product(power, rest), 8.33333377e-03f);
-  power = sum(product(power, rest), 4.16666679e-02f);
-  power = sum(product(power, rest), 1.66666672e-01f);
-  power = sum(product(power, rest), 0.5f);
-  power = sum(product(power, rest), 1.0f);
-  power = sum(product(power, rest), 1.0f);
   // float32 below 2 is a whole number of 2^-24.
-  return static_cast<uint64_t>(product(power, 16777216.0f)) << 16 >> static_cast<int>(-halvings);
+  return static_cast<uint64_t>(product(power_of(rest), 16777216.0f)) << 16 >> static_cast<int>(-halvings);
 }
+
+// A sum of at most 8 `fixed_exp`, without integers of 64 bits or conversions, which are slow on a GPU. A term
+// power * 2^-halvings is cut to whole 2^-20 by adding it to a number in [8, 16), where float32 has that step;
+// what is cut off is cut to whole 2^-40 the same way. 8 terms of at most 1 leave neither range.
+struct ExpSum {
+  float coarse = 8.0f, fine = 0x1p-17f;
+
+  KD_BOTH void add(float x) {
+    x = fmaxf(x, -40.0f);  // NaN too; below -29 a term is 0 by its shift alone
+    // Adding 1.5 * 2^23 rounds to a whole number, as rintf does, and leaves it in the last bits.
+    const float shifted = sum(product(x, 1.44269502f), 12582912.0f);
+    const float halvings = sum(shifted, -12582912.0f);
+    float rest = fused(halvings, -0.693145752f, x);  // 6 bits by 16: exact
+    rest = sum(rest, -product(halvings, 1.42860677e-06f));
+    const float power = power_of(rest);
+    const float term = bits_as<float>(bits_as<uint32_t>(power) + (bits_as<uint32_t>(shifted) << 23));
+    const float next = sum_cut(coarse, term);
+    fine = sum_cut(fine, sum(term, -sum(next, -coarse)));
+    coarse = next;
+  }
+
+  // The sum in units of 2^-20, and the rest in units of 2^-40; each below 2^24.
+  KD_BOTH uint32_t coarse_units() const { return bits_as<uint32_t>(coarse) - 0x41000000u; }
+  KD_BOTH uint32_t fine_units() const { return bits_as<uint32_t>(fine) - 0x37000000u; }
+};
+
+KD_BOTH uint64_t of_units(uint32_t coarse, uint32_t fine) { return (uint64_t{coarse} << 20) + fine; }
 
 // A chunk's part of the whole sum of exponentials: its own sum, scaled from its maximum to the row's.
 KD_BOTH uint64_t scaled(uint64_t chunk_sum, uint64_t scale) {

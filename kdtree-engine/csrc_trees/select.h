@@ -1,8 +1,12 @@
 // Best-first selection: a tree that grows by the best next child of its nodes, in the oracle's order.
 //
 // Every node has a *cursor*, the rank of its next child that is not in the tree. The children that the cursors
-// point at are the oracle's heap: the best of them is the next node. Plain functions over a struct that lies in
-// shared memory; build.cu has the warp that calls them, and a test calls them under g++.
+// point at are the oracle's heap: the best of them is the next node. The lanes of a warp hold them in registers,
+// each those of every 32nd node. Plain functions; build.cu has the warp that calls them, and a test calls them
+// under g++.
+//
+// Weights are at most 0, so their negatives are held: *costs*, whose bits are ordered as they are, and whose sums
+// round alike. An infinite cost stands for no child.
 #pragma once
 
 #include "top_k.h"
@@ -12,90 +16,116 @@ namespace kdtree {
 constexpr int kMaxNodes = 129;  // a budget of 128, and the root
 constexpr int kMaxDepth = 16;
 constexpr int kMaskWords = 3;   // of 64 nodes
+constexpr int kCostStride = 128;
+constexpr uint32_t kInfiniteHigh = 0x7ff00000u;  // the high word of an infinite cost
 
-// The candidates of one request: falling log-probabilities [depth][ranks], -inf where there is none.
-struct Ranked {
-  const double* log_probs;
-  int depth;
-  int ranks;
-};
+// A child in 32 bits. From the top: its place in the order of rank tuples among all next children, its parent,
+// the parent's depth, its rank, and three zeros, so that the last 15 bits address its step among the costs.
+constexpr uint32_t kNextPlace = 1u << 24;
+constexpr uint32_t kNextRank = 1u << 3;
+KD_BOTH int parent_of(uint32_t child) { return static_cast<int>(child >> 15 & 127); }
+KD_BOTH int depth_above(uint32_t child) { return static_cast<int>(child >> 10 & 31); }
+KD_BOTH int rank_of(uint32_t child) { return static_cast<int>(child >> 3 & 127); }
 
+// What the block of one request shares.
 struct Tree {
-  double weight[kMaxNodes];
-  uint64_t next[kMaxNodes];  // `ordered` weight of the child at the cursor; 0: there is none
-  // The rank tuple: a digit of 7 bits a depth, rank + 1, the first one highest. Compared as integers, high
-  // word first, tuples are ordered as Python's; a prefix comes before its extensions.
-  uint64_t high[kMaxNodes], low[kMaxNodes];
-  uint64_t seen[kMaxNodes][kMaskWords];  // who sees whom, filled in at the end
-  int16_t parent[kMaxNodes], depth[kMaxNodes], rank[kMaxNodes], cursor[kMaxNodes];
-  int16_t first_child[kMaxNodes], last_child[kMaxNodes], next_sibling[kMaxNodes];  // -1: none
+  // Of a step to a depth, by rank. Infinite behind the last rank, and in a row behind the last depth.
+  double steps[kMaxDepth + 1][kCostStride];
+  int64_t tokens[kMaxDepth * kMaxRanks];
+  double cost[kMaxNodes];
+  uint32_t origin[kMaxNodes];  // the child that became the node; nothing for the root
+  uint64_t seen[kMaxNodes][kMaskWords];  // who sees whom
+  uint8_t child[kMaxNodes][kMaxRanks];   // by rank; 0: none
   int count;
 };
 
-KD_BOTH void set_next(Tree& t, const Ranked& c, int node, int rank) {
-  t.cursor[node] = static_cast<int16_t>(rank);
-  t.next[node] = 0;
-  if (t.depth[node] == c.depth || rank >= c.ranks) return;
-  const double step = c.log_probs[t.depth[node] * c.ranks + rank];
-  // -inf is a token that is never chosen; the ranks behind it are -inf too.
-  if (step >= -1.7976931348623157e308) t.next[node] = ordered(sum(t.weight[node], step));
+// The cost of a log-probability; never -0, which would come last by its bits.
+KD_BOTH double cost_of(double log_prob) { return sum(0.0, -log_prob); }
+
+KD_BOTH double step_at(const Tree& t, uint32_t child) {
+  return *reinterpret_cast<const double*>(reinterpret_cast<const char*>(t.steps) + (child & 0x7ff8u));
 }
 
-KD_BOTH void plant(Tree& t, const Ranked& c) {
-  t.weight[0] = 0.0;
-  t.high[0] = t.low[0] = 0;
-  t.parent[0] = -1;
-  t.depth[0] = t.rank[0] = 0;
-  t.first_child[0] = t.last_child[0] = t.next_sibling[0] = -1;
-  t.count = 1;
-  set_next(t, c, 0, 0);
-}
+// The first child of a child, in the row of the next depth.
+KD_BOTH uint32_t first_below(uint32_t child) { return (child & 0x7c00u) + (1u << 10); }
 
-// The tuple of the child at a node's cursor, one word of it.
-KD_BOTH uint64_t next_word(const Tree& t, int node, int word) {
-  const int depth = t.depth[node];
-  const uint64_t digit = static_cast<uint64_t>(t.cursor[node] + 1) << 7 * (7 - depth % 8);
-  return (word == 0 ? t.high[node] : t.low[node]) | (depth / 8 == word ? digit : 0);
-}
+// What a lane holds: of nodes `lane` + 32 i their next children, and their own costs. A tree's last node is no
+// parent, so 4 slots do for 129 nodes, and 2 for 65.
+template <int kSlots>
+struct Frontier {
+  uint32_t high[kSlots], low[kSlots];  // of the child's cost
+  uint32_t child[kSlots];
+  double cost[kSlots];
 
-// Whether the next child of `a` comes before that of `b`; both have one.
-KD_BOTH bool comes_before(const Tree& t, int a, int b) {
-  if (t.next[a] != t.next[b]) return t.next[a] > t.next[b];
-  const uint64_t high_a = next_word(t, a, 0), high_b = next_word(t, b, 0);
-  if (high_a != high_b) return high_a < high_b;
-  return next_word(t, a, 1) < next_word(t, b, 1);
-}
+  KD_BOTH void set(int i, double child_cost) {
+    const uint64_t bits = bits_as<uint64_t>(child_cost);
+    high[i] = static_cast<uint32_t>(bits >> 32);
+    low[i] = static_cast<uint32_t>(bits);
+  }
 
-// Of every `lanes`-th node from `lane` on, the one whose next child comes first; -1 where none has one.
-KD_BOTH int best_of_lane(const Tree& t, int lane, int lanes) {
-  int best = -1;
-  for (int node = lane; node < t.count; node += lanes)
-    if (t.next[node] != 0 && (best < 0 || comes_before(t, node, best))) best = node;
-  return best;
-}
+  KD_BOTH void plant(const Tree& t, int lane) {
+    KD_UNROLL
+    for (int i = 0; i < kSlots; ++i) {
+      high[i] = kInfiniteHigh;
+      low[i] = child[i] = 0;
+      cost[i] = 0.0;
+    }
+    if (lane == 0) set(0, t.steps[0][0]);
+  }
 
-// The child of `from` at `rank`, its cursor, becomes `node`. `advance` moves the cursor: the two write
-// different places, and neither reads what the other writes.
-KD_BOTH void emit(Tree& t, const Ranked& c, int from, int rank, int node) {
-  const int depth = t.depth[from];
-  const uint64_t digit = static_cast<uint64_t>(rank + 1) << 7 * (7 - depth % 8);
-  t.weight[node] = sum(t.weight[from], c.log_probs[depth * c.ranks + rank]);
-  t.high[node] = t.high[from] | (depth < 8 ? digit : 0);
-  t.low[node] = t.low[from] | (depth < 8 ? 0 : digit);
-  t.parent[node] = static_cast<int16_t>(from);
-  t.depth[node] = static_cast<int16_t>(depth + 1);
-  t.rank[node] = static_cast<int16_t>(rank);
-  t.first_child[node] = t.last_child[node] = t.next_sibling[node] = -1;
-  if (rank == 0)
-    t.first_child[from] = static_cast<int16_t>(node);
-  else
-    t.next_sibling[t.last_child[from]] = static_cast<int16_t>(node);
-  t.last_child[from] = static_cast<int16_t>(node);
-  t.count = node + 1;
-  set_next(t, c, node, 0);
-}
+  // Three steps to the warp's next node: the least high word of all, the least low word among those that have
+  // it, and of equal costs the child whose tuple comes first.
+  KD_BOTH uint32_t least_high() const {
+    uint32_t least = high[0];
+    KD_UNROLL
+    for (int i = 1; i < kSlots; ++i) least = high[i] < least ? high[i] : least;
+    return least;
+  }
+  KD_BOTH uint32_t least_low(uint32_t least_high) const {
+    uint32_t least = 0xffffffffu;
+    KD_UNROLL
+    for (int i = 0; i < kSlots; ++i) {
+      const uint32_t mine = high[i] == least_high ? low[i] : 0xffffffffu;
+      least = mine < least ? mine : least;
+    }
+    return least;
+  }
+  KD_BOTH uint32_t first_child(uint32_t least_high, uint32_t least_low) const {
+    uint32_t first = 0xffffffffu;
+    KD_UNROLL
+    for (int i = 0; i < kSlots; ++i) {
+      const uint32_t mine = high[i] == least_high && low[i] == least_low ? child[i] : 0xffffffffu;
+      first = mine < first ? mine : first;
+    }
+    return first;
+  }
 
-KD_BOTH void advance(Tree& t, const Ranked& c, int from, int rank) { set_next(t, c, from, rank + 1); }
+  // `taken`, at `taken_cost`, becomes `node`. In the order of tuples its own first child takes its place and its
+  // next sibling the one behind: only what is below the child stands between the two. All others move on.
+  KD_BOTH void grow(const Tree& t, int lane, uint32_t taken, double taken_cost, int node) {
+    const double below = sum(taken_cost, step_at(t, first_below(taken)));
+    const double sibling_step = step_at(t, taken + kNextRank);
+    const int parent = parent_of(taken);
+    double parent_cost = cost[0];
+    KD_UNROLL
+    for (int i = 1; i < kSlots; ++i)
+      if (parent / 32 == i) parent_cost = cost[i];
+    const double sibling = sum(parent_cost, sibling_step);
+    KD_UNROLL
+    for (int i = 0; i < kSlots; ++i) {
+      if (child[i] > (taken | (kNextPlace - 1))) child[i] += kNextPlace;
+      if (lane + 32 * i == parent) {
+        set(i, sibling);
+        child[i] = taken + kNextPlace + kNextRank;
+      }
+      if (lane + 32 * i == node) {
+        set(i, below);
+        child[i] = (taken & ~(kNextPlace - 1)) | static_cast<uint32_t>(node) << 15 | first_below(taken);
+        cost[i] = taken_cost;
+      }
+    }
+  }
+};
 
 // Where the trees go; every pointer is of the whole batch, N nodes a request (ops/draft_trees.py).
 struct TreeOutputs {
@@ -109,15 +139,23 @@ struct TreeOutputs {
   int nodes;
 };
 
-// Thread by thread: who sees whom, by walking up. Padding sees itself alone.
-KD_BOTH void mark_seen(Tree& t, int nodes, int thread, int threads) {
+// Thread by thread: children by rank, and who sees whom, by walking up. Padding sees itself alone. `child` must
+// be zeros.
+KD_BOTH void link_nodes(Tree& t, int nodes, int thread, int threads) {
   for (int node = thread; node < nodes; node += threads) {
     uint64_t words[kMaskWords] = {0, 0, 0};
-    words[node / 64] = uint64_t{1} << node % 64;
-    if (node < t.count)
-      for (int above = t.parent[node]; above >= 0; above = t.parent[above])
-        words[above / 64] |= uint64_t{1} << above % 64;
+    int above = node;
+    for (;;) {
+      KD_UNROLL
+      for (int word = 0; word < kMaskWords; ++word)
+        if (above / 64 == word) words[word] |= uint64_t{1} << above % 64;
+      if (above == 0 || node >= t.count) break;
+      above = parent_of(t.origin[above]);
+    }
+    KD_UNROLL
     for (int word = 0; word < kMaskWords; ++word) t.seen[node][word] = words[word];
+    if (node > 0 && node < t.count)
+      t.child[parent_of(t.origin[node])][rank_of(t.origin[node])] = static_cast<uint8_t>(node);
   }
 }
 
@@ -128,33 +166,36 @@ KD_BOTH int64_t full_mask_begin(const int64_t* prefix_lengths, int request, int 
   return columns * nodes;
 }
 
-// Thread by thread: everything that a request has, once mark_seen is done. `tokens` is [depth][ranks].
-KD_BOTH void write_tree(const Tree& t, const Ranked& c, const int64_t* tokens, int64_t root, int64_t prefix,
-                        int64_t full_begin, int request, const TreeOutputs& out, int thread, int threads) {
+// Thread by thread: everything that a request has, once link_nodes is done. A warp writes rows of the masks.
+KD_BOTH void write_tree(const Tree& t, int ranks, int64_t root, int64_t prefix, int64_t full_begin, int request,
+                        const TreeOutputs& out, int thread, int threads) {
   const int nodes = out.nodes, words = (nodes + 63) / 64;
   const int64_t first = static_cast<int64_t>(request) * nodes;
   for (int node = thread; node < nodes; node += threads) {
-    const bool real = node < t.count;
-    const int depth = real ? t.depth[node] : 0;
+    const bool real = node < t.count, below = real && node > 0;
+    const uint32_t origin = below ? t.origin[node] : 0;
+    const int depth = below ? depth_above(origin) + 1 : 0, rank = rank_of(origin);
+    const int next = real ? t.child[node][0] : 0;
+    const int sibling = below && rank + 1 < kMaxRanks ? t.child[parent_of(origin)][rank + 1] : 0;
     const int64_t at = first + node;
-    out.tokens[at] = depth > 0 ? tokens[(depth - 1) * c.ranks + t.rank[node]] : root;
-    out.parents[at] = real ? t.parent[node] : -1;
+    out.tokens[at] = below ? t.tokens[(depth - 1) * ranks + rank] : root;
+    out.parents[at] = below ? parent_of(origin) : -1;
     out.depths[at] = depth;
     out.positions[at] = prefix + depth;
-    out.log_weights[at] = real ? t.weight[node] : -INFINITY;
+    out.log_weights[at] = real ? sum(0.0, -t.cost[node]) : -INFINITY;
     out.retrieve_index[at] = at;
-    out.retrieve_next_token[at] = real ? t.first_child[node] : -1;
-    out.retrieve_next_sibling[at] = real ? t.next_sibling[node] : -1;
+    out.retrieve_next_token[at] = next > 0 ? next : -1;
+    out.retrieve_next_sibling[at] = sibling > 0 ? sibling : -1;
     for (int word = 0; word < words; ++word)
       out.packed_mask[at * words + word] = static_cast<int64_t>(t.seen[node][word]);
   }
   if (thread == 0) out.counts[request] = t.count;
-  for (int item = thread; item < nodes * nodes; item += threads) {
-    const int node = item / nodes, other = item % nodes;
-    const uint8_t bit = t.seen[node][other / 64] >> other % 64 & 1;
-    out.draft_mask[first * nodes + item] = bit;
-    if (out.full_mask != nullptr) out.full_mask[full_begin + node * (prefix + nodes) + prefix + other] = bit;
-  }
+  for (int node = thread / 32; node < nodes; node += threads / 32)
+    for (int other = thread % 32; other < nodes; other += 32) {
+      const uint8_t bit = t.seen[node][other / 64] >> other % 64 & 1;
+      out.draft_mask[(first + node) * nodes + other] = bit;
+      if (out.full_mask != nullptr) out.full_mask[full_begin + node * (prefix + nodes) + prefix + other] = bit;
+    }
 }
 
 }  // namespace kdtree

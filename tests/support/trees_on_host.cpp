@@ -2,6 +2,7 @@
 //
 //   g++ -O2 -std=c++17 -ffp-contract=off -shared -fPIC -I kdtree-engine/csrc_trees trees_on_host.cpp
 #include <algorithm>
+#include <memory>
 #include <vector>
 
 #include "select.h"
@@ -10,27 +11,23 @@ using namespace kdtree;
 
 namespace {
 
-constexpr int kThreads = 128;  // of the block that selects
+constexpr int kThreads = 512;  // of the block that selects
 
-// The best of one warp's columns, as chunk_kernel takes them; zeros behind the last.
-void best_of_warp(const float* row, int columns, int first, bool from_logits, int ranks, uint64_t* list) {
-  LaneScores lanes[32];
-  for (int lane = 0; lane < 32; ++lane) {
-    for (int i = 0; i < kLaneColumns; ++i) {
-      const int column = first + i * 32 + lane;
-      const float x = column < columns ? row[column] : -INFINITY;
-      lanes[lane].order[i] = is_candidate(x, from_logits) ? ordered(x) : 0;
-    }
-    lanes[lane].find_best();
-  }
-  for (int rank = 0; rank < ranks; ++rank) {
-    uint32_t best = 0, column = 0xffffffffu;
-    for (const LaneScores& one : lanes) best = std::max(best, one.best);
-    for (int lane = 0; lane < 32; ++lane)
-      if (lanes[lane].best == best) column = std::min(column, lanes[lane].column(lane));
-    list[rank] = best == 0 ? 0 : key_of(best, first + column);
-    for (int lane = 0; lane < 32; ++lane)
-      if (best != 0 && lanes[lane].best == best && lanes[lane].column(lane) == column) lanes[lane].take_best();
+// The warp of select_kernel, lane by lane.
+template <int kSlots>
+void grow_tree(Tree& tree, int nodes) {
+  Frontier<kSlots> lanes[32];
+  for (int lane = 0; lane < 32; ++lane) lanes[lane].plant(tree, lane);
+  int& node = tree.count;
+  for (node = 1; node < nodes; ++node) {
+    uint32_t high = 0xffffffffu, low = high, child = high;
+    for (const auto& one : lanes) high = std::min(high, one.least_high());
+    if (high == kInfiniteHigh) break;
+    for (const auto& one : lanes) low = std::min(low, one.least_low(high));
+    for (const auto& one : lanes) child = std::min(child, one.first_child(high, low));
+    tree.cost[node] = bits_as<double>(uint64_t{high} << 32 | low);
+    tree.origin[node] = child;
+    for (int lane = 0; lane < 32; ++lane) lanes[lane].grow(tree, lane, child, tree.cost[node], node);
   }
 }
 
@@ -40,6 +37,15 @@ extern "C" {
 
 void exponentials(const float* x, int count, int64_t* found) {
   for (int i = 0; i < count; ++i) found[i] = static_cast<int64_t>(fixed_exp(x[i]));
+}
+
+// The sum of terms, 8 at a time.
+void exponential_sums(const float* x, int count, int64_t* found) {
+  for (int first = 0; first < count; first += 8) {
+    ExpSum sum;
+    for (int i = first; i < std::min(count, first + 8); ++i) sum.add(x[i]);
+    found[first / 8] = static_cast<int64_t>(of_units(sum.coarse_units(), sum.fine_units()));
+  }
 }
 
 // chunk_kernel and merge_kernel: scores [rows][columns] to log-probabilities and columns [rows][ranks].
@@ -53,17 +59,20 @@ void candidates(const float* scores, int rows, int columns, int ranks, int from_
     std::vector<uint64_t> sums(chunks);
     for (int chunk = 0; chunk < chunks; ++chunk) {
       const int first = chunk * kChunkColumns, end = std::min(columns, first + kChunkColumns);
-      for (int column = first; column < end; ++column)
+      std::vector<uint64_t> found;
+      for (int column = first; column < end; ++column) {
         if (is_candidate(row[column], true)) tops[chunk] = std::max(tops[chunk], value_of(ordered(row[column])));
-      for (int column = first; column < end; ++column)
-        if (is_candidate(row[column], true))
-          sums[chunk] += fixed_exp(sum(value_of(ordered(row[column])), -tops[chunk]));
-      std::vector<uint64_t> lists(kChunkWarps * kMaxRanks), joined(kMaxRanks);
-      for (int warp = 0; warp < kChunkWarps; ++warp)
-        best_of_warp(row, columns, first + warp * kWarpColumns, from_logits, ranks, &lists[warp * kMaxRanks]);
-      for (int item = 0; item < kChunkWarps * ranks; ++item)
-        join(lists.data(), kChunkWarps, ranks, item, joined.data());
-      std::copy(joined.begin(), joined.begin() + ranks, keys.begin() + chunk * ranks);
+        if (is_candidate(row[column], from_logits)) found.push_back(key_of(ordered(row[column]), column));
+      }
+      for (int run = first; run < end && std::isfinite(tops[chunk]); run += kRun) {
+        ExpSum terms;
+        for (int column = run; column < std::min(end, run + kRun); ++column)
+          if (row[column] < INFINITY) terms.add(sum(row[column], -tops[chunk]));
+        sums[chunk] += of_units(terms.coarse_units(), terms.fine_units());
+      }
+      std::sort(found.rbegin(), found.rend());
+      for (int place = 0; place < std::min<int>(ranks, found.size()); ++place)
+        keys[chunk * ranks + keys_above(found.data(), found.size(), found[place])] = found[place];
     }
     const float top = *std::max_element(tops.begin(), tops.end());
     uint64_t total = 0;
@@ -86,25 +95,21 @@ void grow(const double* log_probs, const int64_t* tokens, int batch, int depth, 
             const int64_t* prefixes, const TreeOutputs* out) {
   for (int request = 0; request < batch; ++request) {
     const int64_t first = static_cast<int64_t>(request) * depth * ranks;
-    const Ranked ranked = {log_probs + first, depth, ranks};
-    Tree tree;
-    plant(tree, ranked);
-    for (int node = 1; node < out->nodes; ++node) {
-      int from = -1;
-      for (int lane = 0; lane < 32; ++lane) {
-        const int mine = best_of_lane(tree, lane, 32);
-        if (mine >= 0 && (from < 0 || comes_before(tree, mine, from))) from = mine;
-      }
-      if (from < 0) break;
-      const int rank = tree.cursor[from];
-      emit(tree, ranked, from, rank, node);
-      advance(tree, ranked, from, rank);
-    }
-    for (int thread = 0; thread < kThreads; ++thread) mark_seen(tree, out->nodes, thread, kThreads);
+    const auto made = std::make_unique<Tree>();  // zeros
+    Tree& tree = *made;
+    for (int row = 0; row <= depth; ++row)
+      for (int rank = 0; rank <= ranks; ++rank)
+        tree.steps[row][rank] =
+            row < depth && rank < ranks ? cost_of(log_probs[first + row * ranks + rank]) : INFINITY;
+    std::copy(tokens + first, tokens + first + depth * ranks, tree.tokens);
+    if (out->nodes <= 65)
+      grow_tree<2>(tree, out->nodes);
+    else
+      grow_tree<4>(tree, out->nodes);
+    for (int thread = 0; thread < kThreads; ++thread) link_nodes(tree, out->nodes, thread, kThreads);
     const int64_t begin = full_mask_begin(prefixes, request, out->nodes);
     for (int thread = 0; thread < kThreads; ++thread)
-      write_tree(tree, ranked, tokens + first, roots[request], prefixes[request], begin, request, *out, thread,
-                 kThreads);
+      write_tree(tree, ranks, roots[request], prefixes[request], begin, request, *out, thread, kThreads);
   }
 }
 

@@ -15,6 +15,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -26,6 +27,7 @@
 #define __shared__ static
 
 using std::max;
+using std::min;
 
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
@@ -94,8 +96,8 @@ inline void enter() {
 }
 
 inline void launch(dim3 grid, unsigned threads, std::function<void()> body) {
-  for (unsigned y = 0; y < grid.y; ++y)
-    for (unsigned x = 0; x < grid.x; ++x) {
+  for (unsigned number = 0; number < grid.x * grid.y * grid.z; ++number) {
+      const dim3 at(number % grid.x, number / grid.x % grid.y, number / (grid.x * grid.y));
       Block here;
       block = &here;
       here.body = body;
@@ -123,7 +125,7 @@ inline void launch(dim3 grid, unsigned threads, std::function<void()> body) {
           if (here.done[thread] || (warp != ahead && resting >> warp % 32 & 1)) continue;
           here.current = thread;
           threadIdx = dim3(thread);
-          blockIdx = dim3(x, y);
+          blockIdx = at;
           swapcontext(&here.scheduler, &here.fibers[thread]);
           left -= here.done[thread];
         }
@@ -147,6 +149,10 @@ inline unsigned __reduce_min_sync(unsigned, unsigned x) {
   const uint64_t* all = simt::meet_warp(x);
   return static_cast<unsigned>(*std::min_element(all, all + 32));
 }
+inline unsigned __reduce_add_sync(unsigned, unsigned x) {
+  const uint64_t* all = simt::meet_warp(x);
+  return static_cast<unsigned>(std::accumulate(all, all + 32, uint64_t{0}));
+}
 inline unsigned __ballot_sync(unsigned, bool x) {
   const uint64_t* all = simt::meet_warp(x);
   unsigned found = 0;
@@ -164,5 +170,13 @@ T __shfl_sync(unsigned, T x, int lane) {
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T x, int lanes) {
   return __shfl_sync(mask, x, static_cast<int>(simt::block->current % 32) ^ lanes);
+}
+// One thread runs at a time; here another may take its turn before and after.
+inline int atomicAdd(int* at, int x) {
+  simt::yield();
+  const int before = *at;
+  *at += x;
+  simt::yield();
+  return before;
 }
 inline int __ffs(int x) { return __builtin_ffs(x); }
