@@ -5,6 +5,7 @@
 // The decisions are in top_k.h and select.h; here are the loads, the warps and the barriers around them.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_pipeline.h>
 
 #include "kernels.h"
 
@@ -84,11 +85,6 @@ __device__ __forceinline__ void finish_row(const BuildParams& p, int row, const 
   p.candidates[at] = key == 0 ? -1 : token_of(p, row, key);
 }
 
-template <typename T>
-__device__ __forceinline__ const T* row_of(const BuildParams& p, int row) {
-  return static_cast<const T*>(p.scores) + row / p.depth * p.batch_stride + row % p.depth * p.depth_stride;
-}
-
 // Negative infinity.
 __device__ __forceinline__ void set_none(float& x) { x = -INFINITY; }
 __device__ __forceinline__ void set_none(__nv_bfloat16& x) { x = bits_as<__nv_bfloat16>(uint16_t{0xff80}); }
@@ -127,12 +123,15 @@ __global__ void __launch_bounds__(kChunkThreads) chunk_kernel(const __grid_const
   // A thread reads what it wrote itself, until the first barrier. A row may begin anywhere: 16 bytes at once only
   // where they are aligned.
   if (columns >= kChunkColumns && reinterpret_cast<uintptr_t>(scores) % 16 == 0) {
-    Run<T> loaded[kRuns];  // all loads before the first store, which waits
+    constexpr int kVectors = sizeof(Run<T>) / 16;
 #pragma unroll
-    for (int i = 0; i < kRuns; ++i)
-      loaded[i] = reinterpret_cast<const Run<T>*>(scores)[i * kChunkThreads + thread];
-#pragma unroll
-    for (int i = 0; i < kRuns; ++i) chunk[i * kChunkThreads + thread] = loaded[i];
+    for (int i = 0; i < kRuns * kVectors; ++i) {
+      const int at = i / kVectors * kChunkThreads + thread, part = i % kVectors;
+      __pipeline_memcpy_async(reinterpret_cast<uint4*>(chunk + at) + part,
+                              reinterpret_cast<const uint4*>(scores) + at * kVectors + part, 16);
+    }
+    __pipeline_commit();
+    __pipeline_wait_prior(0);
   } else {
     for (int i = 0; i < kRuns; ++i)
 #pragma unroll
@@ -319,17 +318,23 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
   finish_row(p, static_cast<int>(row), merged, normal, thread);
 }
 
+__device__ __forceinline__ float score_at(const BuildParams& p, int64_t place) {
+  if (p.type == ScoreType::kFloat32) return static_cast<const float*>(p.scores)[place];
+  if (p.type == ScoreType::kBfloat16) return to_float(static_cast<const __nv_bfloat16*>(p.scores)[place]);
+  return to_float(static_cast<const __half*>(p.scores)[place]);
+}
+
 // A warp: a row of at most 64 columns to the costs and tokens of its depth.
-template <typename T>
-__device__ __forceinline__ void rank_row(const BuildParams& p, int row, uint64_t* keys, double* steps,
+__device__ __forceinline__ void rank_row(const BuildParams& p, int request, int depth, uint64_t* keys, double* steps,
                                          int64_t* tokens, int lane) {
-  const T* scores = row_of<T>(p, row);
+  const int64_t begin = request * p.batch_stride + depth * p.depth_stride;
+  const int row = request * p.depth + depth;
   uint64_t mine[2];
   int64_t carried[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int column = lane + 32 * i;
-    const float x = column < p.columns ? to_float(scores[column]) : -INFINITY;
+    const float x = column < p.columns ? score_at(p, begin + column) : -INFINITY;
     mine[i] = is_candidate(x, p.from_logits) ? key_of(ordered(x), static_cast<uint32_t>(column)) : 0;
     carried[i] = column < p.columns ? token_of(p, row, key_of(0, static_cast<uint32_t>(column))) : -1;
     keys[column] = mine[i];
@@ -355,19 +360,42 @@ __device__ __forceinline__ void rank_row(const BuildParams& p, int row, uint64_t
   }
 }
 
+// The steps of a tree, by bytes. nvcc finds the address of shared memory anew for every load, which takes longer
+// than the load: so it is found once.
+struct Steps {
+#ifdef __CUDA_ARCH__
+  uint32_t base;
+  __device__ __forceinline__ explicit Steps(const Tree& tree)
+      : base(static_cast<uint32_t>(__cvta_generic_to_shared(tree.steps))) {
+    asm volatile("" : "+r"(base));
+  }
+  __device__ __forceinline__ double at(uint32_t offset) const {
+    double step;
+    asm volatile("ld.shared.f64 %0, [%1];" : "=d"(step) : "r"(base + offset));
+    return step;
+  }
+#else
+  const char* base;
+  explicit Steps(const Tree& tree) : base(reinterpret_cast<const char*>(tree.steps)) {}
+  double at(uint32_t offset) const { return *reinterpret_cast<const double*>(base + offset); }
+#endif
+};
+
 // A warp grows a tree, a node after the other.
 template <int kSlots>
 __device__ __forceinline__ void grow_tree(Tree& tree, int nodes, int lane) {
+  const Steps steps(tree);
   Frontier<kSlots> mine;
-  mine.plant(tree, lane);
+  mine.plant(steps.at(0), lane);
   int node = 1;
+#pragma unroll 1
   for (; node < nodes; ++node) {
     const uint32_t high = __reduce_min_sync(kAll, mine.least_high());
-    if (high == kInfiniteHigh) break;  // the tree has run out
     const uint32_t low = __reduce_min_sync(kAll, mine.least_low(high));
     const uint32_t child = __reduce_min_sync(kAll, mine.first_child(high, low));
+    if (high == kInfiniteHigh) break;  // the tree has run out
     const double cost = bits_as<double>(uint64_t{high} << 32 | low);
-    mine.grow(tree, lane, child, cost, node);
+    mine.grow(lane, child, cost, node, steps.at(first_below(child)), steps.at(step_of(child + kNextRank)));
     if (lane == 0) {
       tree.cost[node] = cost;
       tree.origin[node] = child;
@@ -404,12 +432,8 @@ __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_con
         steps[rank] = cost_of(p.log_probs[static_cast<int64_t>(row) * p.ranks + rank]);
         tokens[rank] = p.candidates[static_cast<int64_t>(row) * p.ranks + rank];
       }
-    } else if (p.type == ScoreType::kFloat32) {
-      rank_row<float>(p, row, keys[warp], steps, tokens, lane);
-    } else if (p.type == ScoreType::kBfloat16) {
-      rank_row<__nv_bfloat16>(p, row, keys[warp], steps, tokens, lane);
     } else {
-      rank_row<__half>(p, row, keys[warp], steps, tokens, lane);
+      rank_row(p, request, warp, keys[warp], steps, tokens, lane);
     }
   }
   __syncthreads();

@@ -42,11 +42,8 @@ struct Tree {
 // The cost of a log-probability; never -0, which would come last by its bits.
 KD_BOTH double cost_of(double log_prob) { return sum(0.0, -log_prob); }
 
-KD_BOTH double step_at(const Tree& t, uint32_t child) {
-  return *reinterpret_cast<const double*>(reinterpret_cast<const char*>(t.steps) + (child & 0x7ff8u));
-}
-
-// The first child of a child, in the row of the next depth.
+// Where the step to a child lies among the steps, in bytes; likewise to its own first child, in the next row.
+KD_BOTH uint32_t step_of(uint32_t child) { return child & 0x7ff8u; }
 KD_BOTH uint32_t first_below(uint32_t child) { return (child & 0x7c00u) + (1u << 10); }
 
 // What a lane holds: of nodes `lane` + 32 i their next children, and their own costs. A tree's last node is no
@@ -63,14 +60,14 @@ struct Frontier {
     low[i] = static_cast<uint32_t>(bits);
   }
 
-  KD_BOTH void plant(const Tree& t, int lane) {
+  KD_BOTH void plant(double first_step, int lane) {
     KD_UNROLL
     for (int i = 0; i < kSlots; ++i) {
       high[i] = kInfiniteHigh;
       low[i] = child[i] = 0;
       cost[i] = 0.0;
     }
-    if (lane == 0) set(0, t.steps[0][0]);
+    if (lane == 0) set(0, first_step);
   }
 
   // Three steps to the warp's next node: the least high word of all, the least low word among those that have
@@ -102,14 +99,14 @@ struct Frontier {
 
   // `taken`, at `taken_cost`, becomes `node`. In the order of tuples its own first child takes its place and its
   // next sibling the one behind: only what is below the child stands between the two. All others move on.
-  KD_BOTH void grow(const Tree& t, int lane, uint32_t taken, double taken_cost, int node) {
-    const double below = sum(taken_cost, step_at(t, first_below(taken)));
-    const double sibling_step = step_at(t, taken + kNextRank);
+  // below_step, sibling_step: to its first child and to its next sibling.
+  KD_BOTH void grow(int lane, uint32_t taken, double taken_cost, int node, double below_step, double sibling_step) {
+    const double below = sum(taken_cost, below_step);
     const int parent = parent_of(taken);
     double parent_cost = cost[0];
     KD_UNROLL
     for (int i = 1; i < kSlots; ++i)
-      if (parent / 32 == i) parent_cost = cost[i];
+      if (lane + 32 * i == parent) parent_cost = cost[i];  // of one lane; others' sums are not used
     const double sibling = sum(parent_cost, sibling_step);
     KD_UNROLL
     for (int i = 0; i < kSlots; ++i) {
@@ -143,19 +140,19 @@ struct TreeOutputs {
 // be zeros.
 KD_BOTH void link_nodes(Tree& t, int nodes, int thread, int threads) {
   for (int node = thread; node < nodes; node += threads) {
-    uint64_t words[kMaskWords] = {0, 0, 0};
-    int above = node;
-    for (;;) {
-      KD_UNROLL
-      for (int word = 0; word < kMaskWords; ++word)
-        if (above / 64 == word) words[word] |= uint64_t{1} << above % 64;
-      if (above == 0 || node >= t.count) break;
-      above = parent_of(t.origin[above]);
-    }
-    KD_UNROLL
-    for (int word = 0; word < kMaskWords; ++word) t.seen[node][word] = words[word];
-    if (node > 0 && node < t.count)
+    uint64_t low = 0, high = 0;
+    const bool below = node > 0 && node < t.count;
+    if (below) {
+      // Node 128 is nobody's parent.
+      for (int above = parent_of(t.origin[node]); above > 0; above = parent_of(t.origin[above]))
+        (above < 64 ? low : high) |= uint64_t{1} << above % 64;
+      low |= 1;
       t.child[parent_of(t.origin[node])][rank_of(t.origin[node])] = static_cast<uint8_t>(node);
+    }
+    const uint64_t own = uint64_t{1} << node % 64;
+    t.seen[node][0] = node / 64 == 0 ? low | own : low;
+    t.seen[node][1] = node / 64 == 1 ? high | own : high;
+    t.seen[node][2] = node / 64 == 2 ? own : 0;
   }
 }
 

@@ -17,7 +17,7 @@ constexpr int kThreads = 512;  // of the block that selects
 template <int kSlots>
 void grow_tree(Tree& tree, int nodes) {
   Frontier<kSlots> lanes[32];
-  for (int lane = 0; lane < 32; ++lane) lanes[lane].plant(tree, lane);
+  for (int lane = 0; lane < 32; ++lane) lanes[lane].plant(tree.steps[0][0], lane);
   int& node = tree.count;
   for (node = 1; node < nodes; ++node) {
     uint32_t high = 0xffffffffu, low = high, child = high;
@@ -27,7 +27,9 @@ void grow_tree(Tree& tree, int nodes) {
     for (const auto& one : lanes) child = std::min(child, one.first_child(high, low));
     tree.cost[node] = bits_as<double>(uint64_t{high} << 32 | low);
     tree.origin[node] = child;
-    for (int lane = 0; lane < 32; ++lane) lanes[lane].grow(tree, lane, child, tree.cost[node], node);
+    const auto step = [&](uint32_t bytes) { return tree.steps[bytes / 8 / kCostStride][bytes / 8 % kCostStride]; };
+    for (int lane = 0; lane < 32; ++lane)
+      lanes[lane].grow(lane, child, tree.cost[node], node, step(first_below(child)), step(step_of(child + kNextRank)));
   }
 }
 
