@@ -104,7 +104,7 @@ __device__ __forceinline__ int block_sum(int mine, uint32_t (*parts)[kChunkWarps
 
 // A block: the best `ranks` of 4,096 columns of a row, and from logits their sum of exponentials.
 //
-// Of each warp the `rounds` best lanes have a column each that is at least the last of these lanes' maxima, so
+// Half of the ranks each warp's best lanes have a column that is at least the last of these lanes' maxima, so
 // `ranks` columns of the block are at least the least of both bounds. The few that are get ranked by counting.
 template <typename T>
 __global__ void __launch_bounds__(kChunkThreads) chunk_kernel(const __grid_constant__ BuildParams p) {
@@ -162,17 +162,16 @@ __global__ void __launch_bounds__(kChunkThreads) chunk_kernel(const __grid_const
     }
   }
 
-  const int rounds = (p.ranks + kChunkWarps - 1) / kChunkWarps;
-  uint32_t left = best >= -kMaxFloat ? ordered(best) : 0;
-  uint32_t warp_bound = 0;
+  // The last five bits tell the lane, so that no two are equal; that may lower the bound.
+  const uint32_t order = best >= -kMaxFloat ? ordered(best) : 0;
+  tops[warp] = __reduce_max_sync(kAll, order);  // all lanes the same
+  uint32_t left = (order & ~31u) | lane, last = 0;
 #pragma unroll 1
-  for (int round = 0; round < rounds; ++round) {
-    warp_bound = __reduce_max_sync(kAll, left);
-    if (round == 0) tops[warp] = warp_bound;  // all lanes the same
-    const unsigned holders = __ballot_sync(kAll, left == warp_bound);
-    if (lane == __ffs(static_cast<int>(holders)) - 1) left = 0;
+  for (int round = 0; round < p.ranks; round += kChunkWarps) {
+    last = __reduce_max_sync(kAll, left);
+    if (left == last) left = 0;
   }
-  bounds[warp] = warp_bound;
+  bounds[warp] = last & ~31u;
   if (thread == 0) found_count = 0;
   __syncthreads();
 
@@ -182,6 +181,7 @@ __global__ void __launch_bounds__(kChunkThreads) chunk_kernel(const __grid_const
     top_order = max(top_order, tops[w]);
     bound = min(bound, bounds[w]);
   }
+  bound = max(bound, ordered(-kMaxFloat));
   // Puts those of this thread's columns that are at least `least` among what was found; of those that are equal
   // to it, only columns below `cut`.
   const auto gather = [&](float least, int cut) {
@@ -196,16 +196,19 @@ __global__ void __launch_bounds__(kChunkThreads) chunk_kernel(const __grid_const
 #pragma unroll
       for (int j = 0; j < kRun; ++j)
         if (run.at(j) >= least) mine |= 1u << j;
+      if (cut < kChunkColumns)
+#pragma unroll
+        for (int j = 0; j < kRun; ++j)
+          if (run.at(j) == least && at * kRun + j >= cut) mine &= ~(1u << j);
+      int number = atomicAdd(&found_count, __popc(mine));
       for (; mine != 0; mine &= mine - 1) {
         const int column = at * kRun + __ffs(static_cast<int>(mine)) - 1;
-        const float score = to_float(staged[column]);
-        if (score == least && column >= cut) continue;
-        const int number = atomicAdd(&found_count, 1);
-        if (number < kMaxFound) found[number] = key_of(ordered(score), static_cast<uint32_t>(first + column));
+        if (number < kMaxFound)
+          found[number++] = key_of(ordered(to_float(staged[column])), static_cast<uint32_t>(first + column));
       }
     }
   };
-  gather(bound == 0 ? -kMaxFloat : value_of(bound), kChunkColumns);
+  gather(value_of(bound), kChunkColumns);
 
   const float top = top_order == 0 ? -INFINITY : value_of(top_order);
   if (p.from_logits && top_order != 0) {
@@ -239,7 +242,7 @@ __global__ void __launch_bounds__(kChunkThreads) chunk_kernel(const __grid_const
       }
       return block_sum(mine, parts, turn);
     };
-    uint32_t low = max(bound, ordered(-kMaxFloat)), high = top_order + 1;
+    uint32_t low = bound, high = top_order + 1;
     int turn = 0, cut = kChunkColumns, few = 0;
 #pragma unroll 1
     while (count > kMaxFound) {
@@ -289,12 +292,14 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int64_t row = blockIdx.x;
   const int many = p.chunks * p.ranks;
+#pragma unroll 4
   for (int i = thread; i < many; i += kMergeThreads) keys[i] = p.keys[row * many + i];
   __syncthreads();
 
   if (warp == 0) {
     LaneHeads heads;
     heads.start(keys, p.chunks, p.ranks, lane);
+#pragma unroll 1
     for (int rank = 0; rank < p.ranks; ++rank) {
       const uint64_t key = warp_max(heads.best());
       if (lane == 0) merged[rank] = key;
@@ -304,12 +309,19 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
     float top = -INFINITY;
     uint64_t total = 0;
     if (p.from_logits) {
-      const float* tops = p.tops + row * p.chunks;
-      for (int chunk = lane; chunk < p.chunks; chunk += 32) top = fmaxf(top, tops[chunk]);
+      float tops[2];
+      uint64_t sums[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int chunk = lane + 32 * i;
+        tops[i] = chunk < p.chunks ? p.tops[row * p.chunks + chunk] : -INFINITY;
+        sums[i] = chunk < p.chunks ? p.sums[row * p.chunks + chunk] : 0;
+        top = fmaxf(top, tops[i]);
+      }
 #pragma unroll
       for (int o = 16; o > 0; o >>= 1) top = fmaxf(top, __shfl_xor_sync(kAll, top, o));
-      for (int chunk = lane; chunk < p.chunks; chunk += 32)
-        total += scaled(p.sums[row * p.chunks + chunk], fixed_exp(sum(tops[chunk], -top)));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) total += scaled(sums[i], fixed_exp(sum(tops[i], -top)));
       total = warp_sum(total);
     }
     if (lane == 0) normal = normaliser(top, total);

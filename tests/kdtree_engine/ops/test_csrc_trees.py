@@ -102,6 +102,19 @@ def test_the_exponential_has_torchs_bits(host: ctypes.CDLL) -> None:
     assert torch.equal(found, fixed_exp(x))
 
 
+@pytest.mark.parametrize("size", [1e-3, 1.0, 12.0, 45.0])
+def test_sums_of_exponentials_are_those_of_their_integers(host: ctypes.CDLL, size: float) -> None:
+    """In float32 that are cut off; by hand it was held against every float32 from -45 to -2^-40."""
+    generator = torch.Generator().manual_seed(int(size))
+    x = -torch.rand(400_000, generator=generator) * size
+    x[:8], x[8:16] = 0.0, -0.0
+    x[16:24] = torch.tensor([-torch.inf, torch.nan, -30.0, -29.999, -1e30, 0.0, -28.07, -2.0**-149])
+    x[24:32] = torch.tensor([-torch.inf] * 8)
+    found = torch.empty(len(x) // 8, dtype=torch.int64)
+    host.exponential_sums(pointer(x), len(x), pointer(found))
+    assert torch.equal(found, fixed_exp(x).view(-1, 8).sum(1))
+
+
 @pytest.mark.parametrize("columns", [1, 31, 4096, 4097, 20_000, 163_840])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_candidates_of_logits_have_torchs_bits(

@@ -58,8 +58,12 @@ def assert_kernels_build(
     *,
     from_logits: bool,
     token_ids: torch.Tensor | None = None,
+    clean: torch.Tensor | None = None,
 ) -> None:
-    """What the kernels write is what the CPU writes, every tensor and every bit."""
+    """What the kernels write is what the CPU writes, every tensor and every bit.
+
+    clean: the same scores for the CPU, which refuses those that are none.
+    """
     batch, depth, columns = scores.shape
     roots, prefixes = torch.arange(batch) + 5, torch.arange(batch) * 13
     found = junk_trees(batch, depth, budget, prefixes)
@@ -81,7 +85,7 @@ def assert_kernels_build(
     )
     assert found.full_mask is not None
     wanted = build_draft_trees(
-        scores,
+        scores if clean is None else clean,
         budget,
         top_k,
         from_logits=from_logits,
@@ -127,6 +131,90 @@ def test_ties_across_chunks_a_view_and_token_ids(simt: ctypes.CDLL) -> None:
     scores = block[:, 1:, 5:]
     token_ids = torch.randperm(9000, generator=generator)[: scores.shape[2]].repeat(2, 3, 1)
     assert_kernels_build(simt, scores, 65, 16, from_logits=True, token_ids=token_ids)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_drawn_sizes(simt: ctypes.CDLL, seed: int) -> None:
+    """Depths, budgets and ranks of all sizes, of one launch and of two, by scores of both kinds."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(least: int, most: int) -> int:
+        return int(torch.randint(least, most + 1, (1,), generator=generator))
+
+    simt.set_order(seed)
+    columns = drawn(1, 64) if seed % 3 else drawn(65, 700)
+    kind = ("plain", "quantised", "holes", "equal", "scales", "short")[seed % 6]
+    budget = (drawn(1, 128), 64, 128, drawn(62, 66))[seed % 4]
+    top_k = (1, 16, 33, 64)[seed // 4 % 4]
+    case = TreeCase(kind, drawn(1, 2), drawn(1, 16), columns, budget, top_k, seed)
+    scores = case.log_probs(torch.float32)
+    assert_kernels_build(simt, scores, budget, top_k, from_logits=False)
+    dtype = (torch.bfloat16, torch.float16, torch.float32)[seed % 3]
+    assert_kernels_build(simt, case.logits(dtype), budget, top_k, from_logits=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("top_k", [1, 16, 33, 64])
+@pytest.mark.parametrize("kind", ["equal", "ties", "rising", "falling", "few", "nothing"])
+def test_chunks_that_a_bound_does_not_thin_out(
+    simt: ctypes.CDLL, kind: str, top_k: int, dtype: torch.dtype
+) -> None:
+    """More columns reach the bound than are ranked at once: those are found by bisection."""
+    generator = torch.Generator().manual_seed(top_k)
+    columns = 4096 + 300  # the second chunk leaves a warp without columns
+    scores = {
+        "equal": torch.full((columns,), 2.5),
+        "ties": torch.randint(0, 2, (columns,), generator=generator).float(),
+        "rising": torch.arange(columns) / 64.0 - 40,
+        "falling": 40 - torch.arange(columns) / 64.0,
+        "few": torch.full((columns,), -torch.inf),
+        "nothing": torch.full((columns,), -torch.inf),
+    }[kind].repeat(1, 1, 1)
+    if kind == "few":
+        scores[..., 7::61] = torch.randn(scores[..., 7::61].shape, generator=generator)
+    for seed, from_logits in enumerate((True, False)):
+        simt.set_order(seed)
+        given = (scores if from_logits else scores - 100).to(dtype)
+        assert_kernels_build(simt, given, 64, top_k, from_logits=from_logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("columns", [50, 5000])
+def test_what_is_no_score_is_never_chosen(
+    simt: ctypes.CDLL, columns: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    for from_logits in (True, False):
+        scores = torch.randn(1, 3, columns, generator=generator)
+        scores = (3 * scores if from_logits else -scores.abs()).to(dtype)
+        clean = scores.clone()
+        for begin, value in enumerate((torch.nan, torch.inf, -torch.inf, -torch.nan)):
+            scores[0, :2, begin::11] = value
+            clean[0, :2, begin::11] = -torch.inf
+        if not from_logits:
+            scores[0, 2, 5::7] = 0.5
+            clean[0, 2, 5::7] = -torch.inf
+        scores[0, 1, 10:], clean[0, 1, 10:] = torch.nan, -torch.inf
+        assert_kernels_build(simt, scores, 40, 16, from_logits=from_logits, clean=clean)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("begin", [0, 1, 2, 4, 8])
+def test_rows_that_begin_anywhere(simt: ctypes.CDLL, begin: int, dtype: torch.dtype) -> None:
+    """Copies of 16 bytes must be aligned, or the stand-in for CUDA's ends the process."""
+    generator = torch.Generator().manual_seed(begin)
+    for width in (8192 + 16, 8192 + 17):
+        block = torch.randn(2, 2, width, generator=generator).to(dtype)
+        scores = block[:, :, begin : begin + 8192]
+        assert_kernels_build(simt, scores, 20, 16, from_logits=True)
+
+
+def test_a_large_vocabulary(simt: ctypes.CDLL) -> None:
+    generator = torch.Generator().manual_seed(8)
+    scores = (torch.randn(1, 2, 163_840, generator=generator) * 3).bfloat16()
+    scores[0, 1] = (scores[0, 1] / 4).round()
+    for top_k in (16, 64):
+        assert_kernels_build(simt, scores, 64, top_k, from_logits=True)
 
 
 @pytest.mark.parametrize("case", standard_cases()[::12], ids=str)

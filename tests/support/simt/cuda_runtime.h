@@ -179,4 +179,5 @@ inline int atomicAdd(int* at, int x) {
   simt::yield();
   return before;
 }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
