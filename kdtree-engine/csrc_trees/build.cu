@@ -43,16 +43,24 @@ struct alignas(16) Run {
 // A bfloat16 is the upper half of a float32: an instruction each, where nvcc makes three of two.
 template <>
 struct alignas(16) Run<__nv_bfloat16> {
-  uint32_t pairs[kRun / 2];
+  __nv_bfloat16 scores[kRun];
+
+  template <typename Pair>
+  __device__ __forceinline__ Pair pair(int i) const {
+    Pair pair;
+    memcpy(&pair, scores + 2 * i, sizeof(pair));
+    return pair;
+  }
 
   __device__ __forceinline__ float at(int i) const {
-    return bits_as<float>(i % 2 == 0 ? pairs[i / 2] << 16 : pairs[i / 2] & 0xffff0000u);
+    const uint32_t both = pair<uint32_t>(i / 2);
+    return bits_as<float>(i % 2 == 0 ? both << 16 : both & 0xffff0000u);
   }
 
   __device__ __forceinline__ float top() const {
-    __nv_bfloat162 top = bits_as<__nv_bfloat162>(pairs[0]);
+    __nv_bfloat162 top = pair<__nv_bfloat162>(0);
 #pragma unroll
-    for (int i = 1; i < kRun / 2; ++i) top = __hmax2(top, bits_as<__nv_bfloat162>(pairs[i]));
+    for (int i = 1; i < kRun / 2; ++i) top = __hmax2(top, pair<__nv_bfloat162>(i));
     return fmaxf(fmaxf(__low2float(top), __high2float(top)), -INFINITY);
   }
 };
@@ -132,6 +140,7 @@ __global__ void __launch_bounds__(kChunkThreads) chunk_kernel(const __grid_const
     }
     __pipeline_commit();
     __pipeline_wait_prior(0);
+    __syncwarp();  // keeps the compiler from reading earlier, which the wait alone does not
   } else {
     for (int i = 0; i < kRuns; ++i)
 #pragma unroll
@@ -256,7 +265,7 @@ __global__ void __launch_bounds__(kChunkThreads) chunk_kernel(const __grid_const
         (reach >= p.ranks ? cut : few) = before;
       if (reach >= p.ranks) count = reach;
     }
-    __syncthreads();
+    // All have read the number: the sums had barriers.
     if (thread == 0) found_count = 0;
     __syncthreads();
     gather(value_of(low), cut);
@@ -383,7 +392,7 @@ struct Steps {
   }
   __device__ __forceinline__ double at(uint32_t offset) const {
     double step;
-    asm volatile("ld.shared.f64 %0, [%1];" : "=d"(step) : "r"(base + offset));
+    asm volatile("ld.shared.f64 %0, [%1];" : "=d"(step) : "r"(base + offset) : "memory");
     return step;
   }
 #else

@@ -108,7 +108,9 @@ def test_sums_of_exponentials_are_those_of_their_integers(host: ctypes.CDLL, siz
     generator = torch.Generator().manual_seed(int(size))
     x = -torch.rand(400_000, generator=generator) * size
     x[:8], x[8:16] = 0.0, -0.0
-    x[16:24] = torch.tensor([-torch.inf, torch.nan, -30.0, -29.999, -1e30, 0.0, -28.07, -2.0**-149])
+    x[16:24] = torch.tensor(
+        [-torch.inf, torch.nan, -30.0, -29.999, -1e30, 0.0, -28.07, -(2.0**-149)]
+    )
     x[24:32] = torch.tensor([-torch.inf] * 8)
     found = torch.empty(len(x) // 8, dtype=torch.int64)
     host.exponential_sums(pointer(x), len(x), pointer(found))

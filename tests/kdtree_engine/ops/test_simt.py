@@ -7,6 +7,7 @@ that a missing barrier shows. What this cannot show is memory: alignment, bounds
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import pathlib
 import re
 import shutil
@@ -59,14 +60,19 @@ def assert_kernels_build(
     from_logits: bool,
     token_ids: torch.Tensor | None = None,
     clean: torch.Tensor | None = None,
+    bare: bool = False,
 ) -> None:
     """What the kernels write is what the CPU writes, every tensor and every bit.
 
     clean: the same scores for the CPU, which refuses those that are none.
+    bare: without root tokens and a full mask.
     """
     batch, depth, columns = scores.shape
-    roots, prefixes = torch.arange(batch) + 5, torch.arange(batch) * 13
+    roots = None if bare else torch.arange(batch) + 5
+    prefixes = torch.arange(batch) * 13
     found = junk_trees(batch, depth, budget, prefixes)
+    if bare:
+        found = dataclasses.replace(found, full_mask=None)
     out = outputs_of(found)
     simt.build_trees(
         pointer(scores),
@@ -83,7 +89,6 @@ def assert_kernels_build(
         pointer(prefixes),
         ctypes.byref(out),
     )
-    assert found.full_mask is not None
     wanted = build_draft_trees(
         scores if clean is None else clean,
         budget,
@@ -92,9 +97,9 @@ def assert_kernels_build(
         token_ids=token_ids,
         root_tokens=roots,
         prefix_lengths=prefixes,
-        full_mask=torch.ones_like(found.full_mask),
+        full_mask=None if found.full_mask is None else torch.ones_like(found.full_mask),
     )
-    for name in OUTPUTS:
+    for name in OUTPUTS[:-1] if bare else OUTPUTS:
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
 
 
@@ -131,6 +136,12 @@ def test_ties_across_chunks_a_view_and_token_ids(simt: ctypes.CDLL) -> None:
     scores = block[:, 1:, 5:]
     token_ids = torch.randperm(9000, generator=generator)[: scores.shape[2]].repeat(2, 3, 1)
     assert_kernels_build(simt, scores, 65, 16, from_logits=True, token_ids=token_ids)
+
+
+def test_no_root_and_no_full_mask(simt: ctypes.CDLL) -> None:
+    case = TreeCase("plain", batch=2, depth=4, columns=30, budget=40, top_k=9, seed=2)
+    scores = case.log_probs(torch.float32)
+    assert_kernels_build(simt, scores, 40, 9, from_logits=False, bare=True)
 
 
 @pytest.mark.parametrize("seed", range(24))
