@@ -435,6 +435,7 @@ __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_con
   const int request = blockIdx.x, nodes = p.out.nodes;
   const int64_t prefix = p.prefix_lengths[request];
   const int64_t root = p.root_tokens == nullptr ? -1 : p.root_tokens[request];
+  // A row's steps are filled in below, by the same lanes or behind a barrier of the warp.
   if (warp <= p.depth)
     for (int rank = lane; rank <= p.ranks; rank += 32) tree.steps[warp][rank] = INFINITY;
   if (p.depth == kMaxDepth && thread <= p.ranks) tree.steps[kMaxDepth][thread] = INFINITY;
@@ -443,7 +444,6 @@ __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_con
   if (thread == 0) tree.cost[0] = 0.0;
   if (thread == kSelectThreads - 1)
     full_begin = p.out.full_mask == nullptr ? 0 : full_mask_begin(p.prefix_lengths, request, nodes);
-  __syncwarp();
   if (warp < p.depth) {
     const int row = request * p.depth + warp;
     double* steps = tree.steps[warp];
