@@ -183,6 +183,12 @@ class Systemd(_OfHost):
                 f"`manager: supervisor` does without"
             )
         refuse_another_s(self._there)
+        served = served_folder(self._text() or "")
+        if served is not None and not self._is_here(served):
+            raise agent.Refused(
+                f"{self._there} is kd's, for the service in {served}: name another `unit` in "
+                f"remote/hosts.yaml"
+            )
         # One of another folder is hidden by the unit that kd would write, and stopped in its stead.
         found = self._show("FragmentPath")["FragmentPath"]
         if found and os.path.realpath(found) != os.path.realpath(self._there):
@@ -226,10 +232,11 @@ class Systemd(_OfHost):
             time.sleep(0.1)
 
     def stop(self) -> None:
-        """End it, with every process of its group."""
+        """End it, with every process of its group. A unit of others is left as it is."""
         before = self.status()
         known = self._show("LoadState")["LoadState"] == "loaded"
-        if known or before["state"] == RUNNING:  # its unit file may be gone, or damaged
+        # Its unit file may be gone, or damaged.
+        if before["state"] == RUNNING or (known and self._is_ours(self._show(*_WHOSE))):
             self._as_root("systemctl", "stop", self._name, limit_s=_STOP_LIMIT_S)
         if before["pid"] is not None:
             self._end_group(before["pid"])
@@ -238,8 +245,38 @@ class Systemd(_OfHost):
             self._as_root("systemctl", "reset-failed", self._name)
 
     def status(self) -> dict[str, Any]:
-        """state, pid and said."""
-        return systemd_status(self._show("ActiveState", "MainPID", "Result", "ExecMainStatus"))
+        """state, pid and said; of a unit that is not this root's, that nothing of ours runs."""
+        found = self._show("ActiveState", "Result", "ExecMainStatus", *_WHOSE)
+        if not self._is_ours(found):
+            return {"state": STOPPED, "pid": None, "said": f"{self._name} is another's"}
+        return systemd_status(found)
+
+    def _is_ours(self, found: dict[str, str]) -> bool:
+        """Whether the unit of that name is what kd has put there for this root, or none is there.
+
+        Its file says so. Where that is gone or damaged, the process counts that it runs.
+        found: the properties `_WHOSE`.
+        """
+        known, pid = found["FragmentPath"], int(found["MainPID"] or 0)
+        if known and os.path.realpath(known) != os.path.realpath(self._there):
+            return False
+        text = None if self._there.is_symlink() else self._text()
+        served = served_folder(text or "")
+        if served is not None:
+            return self._is_here(served)
+        if pid:
+            return pid in agent.service_left(self._root)["processes"]
+        return not os.path.lexists(self._there)
+
+    def _is_here(self, folder: str) -> bool:
+        return os.path.realpath(folder) == os.path.realpath(self._folder)
+
+    def _text(self) -> str | None:
+        """What the unit file says; None where it cannot be read."""
+        try:
+            return self._there.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return None
 
     def variables(self) -> set[str]:
         """Those of systemd itself, of the user, and those that drop-ins of the unit set.
@@ -279,6 +316,8 @@ class Systemd(_OfHost):
 
 WRITTEN_BY = "# Written by kd."
 """How a unit begins that may be overwritten."""
+_WHOSE = ("FragmentPath", "MainPID")
+"""Properties that tell whose a unit is."""
 _SUPERVISOR_STATES = {
     "RUNNING": RUNNING,
     "STARTING": RUNNING,
@@ -302,6 +341,14 @@ _SYSTEMD_CODES = {
     "217": "/USER",
 }
 """What systemd ends with that could not start a program, and calls it: see systemd.exec(5)."""
+
+
+def served_folder(text: str) -> str | None:
+    """The folder of the service that a unit of kd's starts; None for what kd has not written so."""
+    if not text.startswith(WRITTEN_BY):
+        return None
+    found = re.search(r"^WorkingDirectory=(.+)$", text, re.MULTILINE)
+    return found.group(1).replace("%%", "%") if found else None
 
 
 def refuse_another_s(path: pathlib.Path) -> None:

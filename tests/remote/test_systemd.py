@@ -187,11 +187,50 @@ def test_another_s_unit_is_refused_wherever_it_is(
     machine.run("systemctl", "start", "sglang")
     with pytest.raises(ReleaseRefused, match=f"{there} is there, and kd has not written it"):
         systemd.install()
-    assert systemd.status().state is State.RUNNING, "it is left alone"
+    assert systemd.status().pid is None, "nothing of kd's runs"
+    systemd.stop()
+    assert machine.run("systemctl", "is-active", "sglang") == "active\n", "it is left alone"
     machine.run("systemctl", "stop", "sglang")
     machine.run("rm", there)
     machine.run("systemctl", "daemon-reload")
     systemd.install()
+
+
+def test_a_unit_of_another_root_is_refused_and_left(
+    systemd: Systemd, host: Releases, transport: MachineTransport, tmp_path: pathlib.Path
+) -> None:
+    """Two people on one host, or two entries of the inventory, with one name for their units."""
+    systemd.install()
+    serves(host, "sleep", "600")
+    systemd.start()
+    pid = first_of(systemd)
+    other = Releases(transport, python=PYTHON, root=str(tmp_path / "other root"))
+    theirs = Systemd(transport, other, unit="sglang", python=PYTHON)
+    with pytest.raises(
+        ReleaseRefused, match=r"sglang\.service is kd's, for the service in .*root/"
+    ):
+        theirs.install()
+    assert theirs.status().pid is None
+    theirs.stop()
+    assert first_of(systemd) == pid
+
+
+@pytest.mark.parametrize("damage", [None, "", "# Written by kd. [Unit", "junk"])
+def test_one_whose_unit_file_is_gone_or_damaged_can_be_stopped(
+    systemd: Systemd, host: Releases, machine: SystemdMachine, damage: str | None
+) -> None:
+    systemd.install()
+    serves(host, "sleep", "600")
+    systemd.start()
+    pid = first_of(systemd)
+    there = machine.units / "sglang.service"
+    if damage is None:
+        there.unlink()
+    else:
+        there.write_text(damage)
+    assert first_of(systemd) == pid
+    systemd.stop()
+    assert not machine.has(pid)
 
 
 def test_an_alias_of_another_s_unit_is_refused(systemd: Systemd, machine: SystemdMachine) -> None:
