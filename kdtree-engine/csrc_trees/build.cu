@@ -112,8 +112,8 @@ __device__ __forceinline__ int block_sum(int mine, uint32_t (*parts)[kChunkWarps
 
 // A block: the best `ranks` of 4,096 columns of a row, and from logits their sum of exponentials.
 //
-// Half of the ranks each warp's best lanes have a column that is at least the last of these lanes' maxima, so
-// `ranks` columns of the block are at least the least of both bounds. The few that are get ranked by counting.
+// In each warp as many lanes as half of the ranks have a column that is at least the last of their maxima, so
+// `ranks` columns of the block are at least the lower of both bounds. The few that are get ranked by counting.
 template <typename T>
 __global__ void __launch_bounds__(kChunkThreads) chunk_kernel(const __grid_constant__ BuildParams p) {
   __shared__ Run<T> chunk[kRuns * kChunkThreads];
