@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import pathlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
@@ -26,7 +25,7 @@ from phases.service_tokens import (
     tie_bounds,
 )
 
-__all__ = ["LAYERS", "Asked", "Turn", "ask_servers", "compared", "saying"]
+__all__ = ["LAYERS", "Asked", "Turn", "ask_servers", "compared", "log_is_well", "saying"]
 
 LAYERS = 2
 """Of the model whose tokens are compared: what prefills 200,000 tokens on each server."""
@@ -108,7 +107,7 @@ def ask_servers(
             if then is not None:
                 then(Turn(variant, service, note))
             together.done[variant].set_result(asked)
-        _log_is_well(variant, log)
+        log_is_well(variant, plain_text(log))
         return dataclasses.replace(asked, whole=plain_text(log))
 
     return together.run(ask, at_once=len(chosen) if scale.side_by_side else 1)
@@ -212,8 +211,11 @@ def compared(
     )
 
 
-def _log_is_well(variant: Variant, log: pathlib.Path) -> None:
-    text = plain_text(log)
+def log_is_well(variant: Variant, text: str) -> None:
+    """Raises GateFailure where a plugin failed, or not all of a variant is on its kernel.
+
+    text: the server's log. KDTREE_ variables of whoever runs the gate reach the server too.
+    """
     # SGLang says "Failed to" of much that a host need not have; a plugin is what is asked for here.
     failures = [
         line for line in failures_in(text) if "plugin" in line.lower() or "hook" in line.lower()

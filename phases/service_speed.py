@@ -29,7 +29,7 @@ from phases.service import (
     plain_text,
     serving,
 )
-from phases.service_compared import saying
+from phases.service_compared import log_is_well, saying
 from phases.service_graphs import Capture, capture_in
 from phases.service_scale import Scale, Start, Variant, decoding, kernel, launched, plain, triton
 from phases.service_tokens import LIKELY, Difference, compare_answer, draw_prompts, tie_bound
@@ -205,6 +205,10 @@ def _model(folder: pathlib.Path) -> pathlib.Path:
     return folder / f"model-{LAYERS}"
 
 
+def _log(folder: pathlib.Path, variant: Variant) -> pathlib.Path:
+    return folder / f"{variant.name}.log"
+
+
 def _write_model(scale: Scale, folder: pathlib.Path, seed: int) -> None:
     if not _model(folder).is_dir():
         scale.write_model(_model(folder), seed, scale.vocabulary, LAYERS)
@@ -220,7 +224,7 @@ def _started(
     start: Start,
 ) -> Iterator[tuple[Service, Served]]:
     """A server that can be timed, and what is known of it before."""
-    log = folder / f"{variant.name}.log"
+    log = _log(folder, variant)
     begun = time.monotonic()
     with launched(
         scale,
@@ -259,7 +263,8 @@ def measure_all(
     not asked sleep. They start one after the other where graphs are captured, as what a capture
     takes is on record; else at once, where `scale` has them side by side.
 
-    Raises GateFailure where the kernel library is not what csrc as it is makes.
+    Raises GateFailure where the kernel library is not what csrc as it is makes, or where a server's
+    log says that it was not on its kernel.
     """
     require_current_library(scale.device)
     _write_model(scale, ctx.scratch, ctx.seed)
@@ -280,6 +285,8 @@ def measure_all(
         at_once = len(chosen) if scale.side_by_side and not graphs else 1
         with concurrent.futures.ThreadPoolExecutor(max_workers=at_once) as pool:
             begun = list(pool.map(begin, range(len(chosen))))
+        for variant in chosen:
+            log_is_well(variant, plain_text(_log(ctx.scratch, variant)))
         speeds: list[list[Speed]] = [[] for _ in chosen]
         for number, length in enumerate(lengths):
             note = saying(ctx, number, len(lengths))

@@ -88,16 +88,23 @@ def _decoded_in_graphs(asked: Asked, before: Sequence[Figure]) -> list[Figure]:
         Figure(f"{name}: steps in graphs", replays.decoded, Unit.COUNT),
         Figure(f"{name}: padded replays", replays.padded_decodes, Unit.COUNT),
     ]
-    problem = None
-    if replays.eager:
-        problem = f"{replays.eager} decode steps ran without a graph"
-    elif not replays.decoded:
+    problem = _eager_steps(replays)
+    if problem is None and not replays.decoded:
         problem = "no graph of plain decode was replayed"
-    elif not replays.padded_decodes:
+    if problem is None and not replays.padded_decodes:
         problem = _NOT_PADDED
     if problem:
         raise GateFailure(FailureKind.LAUNCH, f"{name}: {problem}", [*before, *figures])
     return figures
+
+
+def _eager_steps(whole: Replays) -> str | None:
+    """What is wrong with the steps of a server that shall take each from a graph."""
+    if whole.eager:
+        return f"{whole.eager} decode steps ran without a graph"
+    if not whole.in_graphs:
+        return "its log: expected lines 'Decode batch' with 'cuda graph: True', got none"
+    return None
 
 
 def _not_in_graphs(replays: Replays, verified: int, whole: Replays) -> str | None:
@@ -105,10 +112,8 @@ def _not_in_graphs(replays: Replays, verified: int, whole: Replays) -> str | Non
 
     replays, verified: of the same answers. whole: with what the traffic did.
     """
-    if whole.eager:
-        return f"{whole.eager} decode steps ran without a graph"
-    if not whole.in_graphs:
-        return "its log: expected lines 'Decode batch' with 'cuda graph: True', got none"
+    if problem := _eager_steps(whole):
+        return problem
     if not verified or replays.verified < verified:
         return f"{verified} trees were verified, and {replays.verified} of them in graphs"
     if not replays.padded:

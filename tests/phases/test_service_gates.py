@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import fake_service
 import pytest
 import torch
 from fake_service import FAST, SCALE, FakeService, FakeStart
@@ -186,6 +187,7 @@ def test_what_both_gates_refuse(
         ("other log", "expected lines 'Decode batch' with 'cuda graph: True', got none"),
         ("no padding", "no graph was replayed with fewer requests than it was captured for"),
         ("decode: eager", "kdtree_mla-plain: .* decode steps ran without a graph"),
+        ("decode: other log", "kdtree_mla-plain: its log: expected lines 'Decode batch' with"),
         ("decode: no replay", "kdtree_mla-plain: no graph of plain decode was replayed"),
         ("decode: no padding", "kdtree_mla-plain: no graph was replayed with fewer requests"),
     ],
@@ -412,6 +414,22 @@ def test_servers_are_timed_by_turns(ctx: Context, gate: Callable[..., Any]) -> N
     one_pass = [name for name in names for _ in range(2)]
     assert asked == (names + one_pass * SCALE.passes) * 2
     assert all("--sleep-on-idle" in arguments for arguments, _ in start.started)
+
+
+@pytest.mark.parametrize("missing", ["verify: kernel", "decode: kernel"])
+@pytest.mark.parametrize("gate", [eager_speed, graph_speed])
+def test_a_server_that_is_not_on_its_kernel_has_no_speed(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch, gate: Callable[..., Any], missing: str
+) -> None:
+    """As where a KDTREE_ variable of whoever runs the gate switched it off."""
+    line = fake_service.LINE.replace(missing, missing.replace("kernel", "triton"))
+    monkeypatch.setattr(fake_service, "LINE", line)
+    options: dict[str, Any] = {"bars": {}}
+    if gate is graph_speed:
+        options = {"times_triton": {}, "times_plain": {}, "decode_times_plain": {}}
+    with pytest.raises(GateFailure, match="'verify: kernel; decode: kernel', got") as caught:
+        gate(ctx, scale=SCALE, start=FakeStart(seconds=FAST), new_tokens=20, **options)
+    assert caught.value.kind is FailureKind.LAUNCH
 
 
 def test_a_drafter_that_accepts_more_does_not_hide_a_slower_step(ctx: Context) -> None:

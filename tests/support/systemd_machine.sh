@@ -14,7 +14,8 @@ if [ "$1" = outside ]; then
         sh "$0" inside "$folder" "$3" &
     inside=$!
     echo $$ >/sys/fs/cgroup/cgroup.procs
-    trap 'kill -KILL $inside' TERM # whoever wanted it has ended
+    # Whoever wanted it has ended; a signal to the whole group has ended the other already.
+    trap 'kill -KILL $inside 2>/dev/null || true' TERM INT HUP
     wait || true
     tries=0 # what was killed takes a moment
     until find "$group" -depth -type d -exec rmdir {} + 2>/dev/null || [ $tries = 50 ]; do

@@ -186,6 +186,7 @@ class KdtreeMlaBackend(TritonAttnBackend):  # type: ignore[misc]  # SGLang is un
             self._verify_mask = compat.qlen_mask(
                 max_bs, nodes, self.device, prefix=self.get_cuda_graph_seq_len_fill_value()
             )
+            self._steps_of(nodes)  # made in a capture, they would be of its graph
 
     def _update_target_verify_buffers(self, *given: Any) -> Any:
         """Refill what a captured graph of verification reads, before it is captured and replayed.
@@ -209,14 +210,17 @@ class KdtreeMlaBackend(TritonAttnBackend):  # type: ignore[misc]  # SGLang is un
         """
         if not self._qlen:
             return metadata.qo_indptr, metadata.mask_indptr
-        nodes = metadata.max_extend_len
+        rows, masks = self._steps_of(metadata.max_extend_len)
+        requests = metadata.kv_indptr.shape[0]
+        return rows[:requests], masks[:requests]
+
+    def _steps_of(self, nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where rows and masks of trees of `nodes` nodes begin, for all requests that fit."""
         known = self._qlen_steps.get(nodes)
         if known is None:
             known = (self._one_each * nodes, self._one_each.long() * (nodes * nodes))
             self._qlen_steps[nodes] = known
-        rows, masks = known
-        requests = metadata.kv_indptr.shape[0]
-        return rows[:requests], masks[:requests]
+        return known
 
     def _store(
         self, k: torch.Tensor, v: torch.Tensor | None, layer: Any, forward_batch: Any

@@ -65,7 +65,7 @@ class _Mover:
         slots, requests = batch.out_cache_loc, len(batch.seq_lens)
         nodes = slots.shape[0] // requests if requests else 0
         fits = nodes > 0 and nodes * requests == len(slots) and slots.dtype == torch.int64
-        if not can_move(pool) or path.dim() != 2 or not fits:
+        if not can_move(pool) or not fits or path.dim() != 2 or len(path) != requests:
             return False
         if self._rows is not pool.kv_buffer:
             rows = list(pool.kv_buffer)

@@ -19,9 +19,9 @@ NODES, STEPS = 9, 5
 class MLATokenToKVPool:
     """As much of SGLang's pool as is read: three layers of small rows."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, layers: int = 3) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.kv_buffer = [torch.randn(64, 1, 8, generator=generator) for _ in range(3)]
+        self.kv_buffer = [torch.randn(64, 1, 8, generator=generator) for _ in range(layers)]
 
 
 class DSATokenToKVPool(MLATokenToKVPool):
@@ -46,16 +46,18 @@ class Stock:
             rows[wanted] = rows[source]
 
 
-def drawn(seed: int, requests: int = 3) -> tuple[Any, torch.Tensor, torch.Tensor]:
+def drawn(
+    seed: int, requests: int = 3, nodes: int = NODES
+) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """A batch, its accepted rows of q [B, steps] and how many are correct [B]: SGLang's words."""
     generator = torch.Generator().manual_seed(seed)
-    slots = torch.randperm(64, generator=generator)[: requests * NODES]
+    slots = torch.randperm(64, generator=generator)[: requests * nodes]
     path = torch.full((requests, STEPS), -1, dtype=torch.int32)
     correct = torch.randint(STEPS, (requests,), generator=generator).int()
     for request, count in enumerate(correct.tolist()):
-        others = torch.randperm(NODES - 1, generator=generator)[:count] + 1
+        others = torch.randperm(nodes - 1, generator=generator)[:count] + 1
         steps = torch.cat([torch.zeros(1, dtype=torch.int64), others.sort().values])
-        path[request, : count + 1] = (steps + request * NODES).int()
+        path[request, : count + 1] = (steps + request * nodes).int()
     batch = types.SimpleNamespace(out_cache_loc=slots, seq_lens=torch.full((requests,), 40))
     return batch, path, correct
 
@@ -71,7 +73,7 @@ def test_every_layer_has_the_rows_that_sglang_would_move() -> None:
     assert not is_at_once(stock)
     ours, theirs = MLATokenToKVPool(1), MLATokenToKVPool(1)
     for seed in range(30):  # one pool, batches of other sizes: what is kept between steps is right
-        batch, path, correct = drawn(seed, requests=1 + seed % 4)
+        batch, path, correct = drawn(seed, requests=1 + seed % 4, nodes=(9, 6, 15)[seed % 3])
         move(batch, path, correct, pools_of(ours))
         stock(batch, path, correct, pools_of(theirs))
         for mine, other in zip(ours.kv_buffer, theirs.kv_buffer, strict=True):
@@ -89,6 +91,15 @@ def test_another_pool_is_taken_up() -> None:
         assert all(map(torch.equal, pool.kv_buffer, wanted.kv_buffer))
 
 
+def test_more_layers_than_a_launch_takes_are_moved_by_several() -> None:
+    ours, theirs = MLATokenToKVPool(1, layers=259), MLATokenToKVPool(1, layers=259)
+    batch, path, correct = drawn(3)
+    assert int(correct.max()) > 0
+    at_once(Stock())(batch, path, correct, pools_of(ours))
+    Stock()(batch, path, correct, pools_of(theirs))
+    assert all(map(torch.equal, ours.kv_buffer, theirs.kv_buffer))
+
+
 def _other_pool(batch: Any, pool: Any) -> Any:
     return DSATokenToKVPool(1)
 
@@ -98,12 +109,27 @@ def _no_window(batch: Any, pool: Any) -> Any:
     return pool
 
 
+def _no_request(batch: Any, pool: Any) -> Any:
+    batch.seq_lens = batch.seq_lens[:0]
+    return pool
+
+
 def _short_slots(batch: Any, pool: Any) -> Any:
     batch.out_cache_loc = batch.out_cache_loc.int()
     return pool
 
 
-@pytest.mark.parametrize("change", [_other_pool, _no_window, _short_slots])
+def test_a_path_of_another_form_is_sglangs() -> None:
+    calls: list[Any] = []
+    move = at_once(lambda *given: calls.append(given))
+    batch, path, correct = drawn(1)
+    pools = pools_of(MLATokenToKVPool(1))
+    for other in (path.flatten(), path[:2]):
+        move(batch, other, correct, pools)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("change", [_other_pool, _no_window, _no_request, _short_slots])
 def test_what_it_does_not_know_is_sglangs(change: Any) -> None:
     calls: list[Any] = []
     move = at_once(lambda *given: calls.append(given))

@@ -146,12 +146,17 @@ def captured(prefix: int | None = None) -> list[str]:
         enable_mamba_track=False,
     ).custom_mask
     tree = types.SimpleNamespace(custom_mask=given, num_tokens_per_req=_NODES)
-    backend._fill_kv_indptr_and_indices = lambda *_: None  # the slots are not what is tried
+    filled: list[Any] = []  # the slots are not what is tried, but that they are asked for
+    backend._fill_kv_indptr_and_indices = lambda *given: filled.append(given)
     slots = torch.ones(batch, dtype=torch.int64)
     try:
         backend._update_target_verify_buffers(None, batch, slots, tree, slots)
     except RuntimeError as error:
         return [str(error)]
+    if [one[-1] is backend.cuda_graph_kv_indices for one in filled] != [True]:
+        return ["the slots of the graph are not refilled"]
+    if not torch.equal(backend._verify_mask.buffer[: len(given)], given.to(torch.uint8)):
+        return ["the mask of the graph is not refilled"]
     # What a graph reads instead of the offsets that are not refilled.
     wide = types.SimpleNamespace(max_extend_len=_NODES, kv_indptr=torch.zeros(batch + 1))
     found = [steps.tolist() for steps in backend._steps(wide)]
