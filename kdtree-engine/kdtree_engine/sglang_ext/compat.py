@@ -28,7 +28,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kdtree_engine.errors import MissingError
-from kdtree_engine.sglang_ext.kv_moves import at_once, is_at_once
 from kdtree_engine.sglang_ext.prompt_ends import given_ends, is_given_ends
 
 __all__ = [
@@ -298,6 +297,9 @@ def move_at_once(algorithm: str) -> bool:
     """
     if algorithm not in _MOVERS:
         return False
+    # Every process of a server loads this module; the operations are for the one that moves rows.
+    from kdtree_engine.sglang_ext.kv_moves import at_once, is_at_once
+
     home = _MOVERS[algorithm]
     stock = _found(f"{home}:{_MOVES}")
     if stock is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import types
 from typing import Any
 
@@ -283,3 +285,15 @@ def test_what_refills_a_graph_is_taken_by_release() -> None:
         ("plan", "bs", "lens", "rows"),
         "spec",
     )
+
+
+def test_what_every_process_of_a_server_loads_is_light() -> None:
+    """The launcher and the detokenizer load the plugin too: no kernel, no operations."""
+    asked = "import sys, kdtree_engine.sglang_ext.plugin, kdtree_engine.sglang_ext.compat as c; "
+    asked += "print([name for name in sys.modules if name.startswith('kdtree_engine')])"
+    done = subprocess.run(
+        [sys.executable, "-c", asked], capture_output=True, text=True, check=True, timeout=120
+    )
+    heavy = ("kdtree_engine.ops", "kdtree_engine.attention", "kdtree_engine.sglang_ext.backend")
+    assert "kdtree_engine.sglang_ext.compat" in done.stdout
+    assert not any(name in done.stdout for name in heavy), done.stdout
