@@ -40,6 +40,7 @@ def test_the_gates_that_the_plan_names() -> None:
         "roofline-model": (GateKind.CORRECTNESS, False),
         "kernel-regimes": (GateKind.SPEED, False),
         "peers": (GateKind.SPEED, False),
+        "run-length-price": (GateKind.SPEED, False),
     }
 
 
