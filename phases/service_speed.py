@@ -11,7 +11,6 @@ to count.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import pathlib
@@ -33,6 +32,7 @@ from phases.service_compared import log_is_well, saying
 from phases.service_graphs import Capture, capture_in
 from phases.service_scale import Scale, Start, Variant, decoding, kernel, launched, plain, triton
 from phases.service_tokens import LIKELY, Difference, compare_answer, draw_prompts, tie_bound
+from phases.side_by_side import entered
 
 __all__ = [
     "LAYERS",
@@ -268,23 +268,12 @@ def measure_all(
     """
     require_current_library(scale.device)
     _write_model(scale, ctx.scratch, ctx.seed)
-    with contextlib.ExitStack() as running:
-
-        def begin(number: int) -> tuple[Service, Served]:
-            saying(ctx, number, len(chosen))(f"{chosen[number].name}: starts")
-            return running.enter_context(
-                _started(
-                    scale,
-                    chosen[number],
-                    folder=ctx.scratch,
-                    graphs=graphs,
-                    start=start,
-                )
-            )
-
-        at_once = len(chosen) if scale.side_by_side and not graphs else 1
-        with concurrent.futures.ThreadPoolExecutor(max_workers=at_once) as pool:
-            begun = list(pool.map(begin, range(len(chosen))))
+    ctx.progress(0, len(lengths), f"{len(chosen)} servers start")
+    servers = [
+        _started(scale, variant, folder=ctx.scratch, graphs=graphs, start=start)
+        for variant in chosen
+    ]
+    with entered(servers, at_once=scale.side_by_side and not graphs) as begun:
         for variant in chosen:
             log_is_well(variant, plain_text(_log(ctx.scratch, variant)))
         speeds: list[list[Speed]] = [[] for _ in chosen]

@@ -17,6 +17,7 @@ from phases.checkout import Checkout
 from phases.evidence import Store
 
 if TYPE_CHECKING:
+    from stand_in_host import StandInHost
     from systemd_machine import SystemdMachine
 
 _SHARING = (
@@ -102,3 +103,16 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SystemdMachine
         pytest.skip(str(error))
     yield running
     running.stop()
+
+
+@pytest.fixture
+def host(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[StandInHost]:
+    """Of supervisord, if a test does not ask for both managers."""
+    from stand_in_host import stand_in
+
+    manager = getattr(request, "param", "supervisor")
+    if manager == "supervisor":
+        pytest.importorskip("supervisor", reason="supervisor is not installed")
+    machine = request.getfixturevalue("machine") if manager == "systemd" else None
+    with stand_in(tmp_path, machine) as made:
+        yield made

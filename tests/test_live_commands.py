@@ -7,16 +7,15 @@ is given here; that they are run there is in tests/remote/test_validation.py.
 from __future__ import annotations
 
 import json
-import pathlib
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from stand_in_host import StandInHost, stand_in
+from stand_in_host import StandInHost
 
 import tasks
 from remote import connection, inventory, validation
@@ -25,17 +24,6 @@ from remote.errors import TransportError
 pytestmark = pytest.mark.slow
 
 Kd = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def host(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[StandInHost]:
-    """Of supervisord, if a test does not ask for both managers."""
-    manager = getattr(request, "param", "supervisor")
-    if manager == "supervisor":
-        pytest.importorskip("supervisor", reason="supervisor is not installed")
-    machine = request.getfixturevalue("machine") if manager == "systemd" else None
-    with stand_in(tmp_path, machine) as made:
-        yield made
 
 
 both = pytest.mark.parametrize("host", ["supervisor", "systemd"], indirect=True)

@@ -14,11 +14,10 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 import pytest
-from stand_in_host import StandInHost, interrupts, stand_in
+from stand_in_host import StandInHost, interrupts
 from systemd_machine import SYSTEM_PYTHON
 
 from phases.recorded import expected
@@ -29,17 +28,6 @@ from remote.promotion import Target
 from remote.releases import ReleaseRefused
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def host(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[StandInHost]:
-    """Of supervisord, if a test does not ask for both managers."""
-    manager = getattr(request, "param", "supervisor")
-    if manager == "supervisor":
-        pytest.importorskip("supervisor", reason="supervisor is not installed")
-    machine = request.getfixturevalue("machine") if manager == "systemd" else None
-    with stand_in(tmp_path, machine) as made:
-        yield made
 
 
 both = pytest.mark.parametrize("host", ["supervisor", "systemd"], indirect=True)
