@@ -93,9 +93,3 @@ def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
     made = connect(LocalHost(name="local", kind="local", root="/tmp/kd"))
     yield made
     made.close()
-
-
-@pytest.fixture
-def host(transport: Transport) -> Transport:
-    """What is tested with it is the contract of both."""
-    return transport

@@ -22,6 +22,12 @@ from remote.transport import Completed, Transport
 LOCAL = LocalHost(name="local", kind="local", root="/tmp/kd")
 
 
+@pytest.fixture
+def host(transport: Transport) -> Transport:
+    """What is tested with it is the contract of both."""
+    return transport
+
+
 def python(program: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", textwrap.dedent(program), *arguments]
 
