@@ -258,6 +258,34 @@ void compact_kv(TensorView nodes, TensorView counts, TensorView windows, TensorV
   check_launch(kdtree::launch_compact(p, stream_of(nodes)), "compact_kv");
 }
 
+// A tensor [batch] of int64 or int32: its elements, and whether they are the wide ones.
+const void* integers(const TensorView& t, const TensorView& like, const char* name, int64_t batch, bool& wide) {
+  wide = is_type(t, kDLInt, 64);
+  if (wide) return checked<int64_t>(t, like, name, kDLInt, {batch});
+  return checked<int32_t>(t, like, name, kDLInt, {batch});
+}
+
+void fill_kv_indices(TensorView req_to_token, TensorView requests, TensorView lengths, TensorView kv_indptr,
+                     TensorView kv_indices) {
+  check_cuda(req_to_token, "req_to_token");
+  KD_CHECK(req_to_token.ndim() == 2, ValueError)
+      << "req_to_token: expected [rows, width], got " << shape_of(req_to_token);
+  KD_CHECK(requests.ndim() == 1, ValueError) << "requests: expected [batch], got " << shape_of(requests);
+  KD_CHECK(kv_indices.ndim() == 1, ValueError) << "kv_indices: expected [room], got " << shape_of(kv_indices);
+  kdtree::IndexParams p = {};
+  p.batch = narrow(requests.size(0), 0, 65535, "batch");
+  p.rows = req_to_token.size(0);
+  p.width = narrow(req_to_token.size(1), 1, INT32_MAX, "width");
+  p.room = kv_indices.size(0);
+  p.req_to_token = checked<int32_t>(req_to_token, req_to_token, "req_to_token", kDLInt, {p.rows, p.width});
+  p.requests = integers(requests, req_to_token, "requests", p.batch, p.requests_wide);
+  p.lengths = integers(lengths, req_to_token, "lengths", p.batch, p.lengths_wide);
+  p.kv_indptr = checked<int32_t>(kv_indptr, req_to_token, "kv_indptr", kDLInt, {p.batch + 1});
+  p.kv_indices = checked<int64_t>(kv_indices, req_to_token, "kv_indices", kDLInt, {p.room});
+  DeviceScope scope(req_to_token);
+  check_launch(kdtree::launch_indices(p, stream_of(req_to_token)), "fill_kv_indices");
+}
+
 String build_info() { return String(std::string("version " KD_VERSION "; arch " KD_ARCH_LIST)); }
 
 }  // namespace
@@ -269,4 +297,5 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(build_workspace_bytes, build_workspace_bytes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sample_tokens, sample_tokens);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(accept_trees, accept_trees);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(compact_kv, compact_kv);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(fill_kv_indices, fill_kv_indices);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(build_info, build_info);

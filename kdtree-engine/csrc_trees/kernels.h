@@ -58,9 +58,21 @@ struct CompactParams {
   int batch, steps, nodes;
 };
 
+struct IndexParams {
+  const int32_t* req_to_token;  // [rows][width]
+  const void *requests, *lengths;  // [batch], int64 where wide, else int32
+  bool requests_wide, lengths_wide;
+  int32_t* kv_indptr;   // [batch + 1]
+  int64_t* kv_indices;  // [room]
+  int64_t rows, width, room;
+  int batch;
+  int blocks;  // of a request; the launcher's
+};
+
 cudaError_t launch_build(const BuildParams& p, cudaStream_t stream);
 cudaError_t launch_accept(const AcceptParams& p, cudaStream_t stream);
 cudaError_t launch_sample(const SampleParams& p, cudaStream_t stream);
 cudaError_t launch_compact(const CompactParams& p, cudaStream_t stream);
+cudaError_t launch_indices(const IndexParams& p, cudaStream_t stream);
 
 }  // namespace kdtree

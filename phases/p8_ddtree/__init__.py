@@ -57,7 +57,7 @@ PHASE = Phase(
         ),
         Gate(
             "ddtree-ops-speed",
-            "build, walk and compaction in a replayed graph, and the oracle on the CPU",
+            "build, walk, compaction and slots in a replayed graph, and the oracle on the CPU",
             speed.ops_speed,
             kind=GateKind.SPEED,
             requires=(Requirement.GPU,),

@@ -20,6 +20,7 @@ from kdtree_engine.ops import (
     accept_trees,
     build_draft_trees,
     compact_kv,
+    fill_kv_indices,
 )
 from kdtree_engine.ops.acceptance import sample_tokens
 from kdtree_engine.ops.candidates import top_candidates
@@ -302,6 +303,43 @@ def test_compaction(nodes: int, dtype: torch.dtype, width: int) -> None:
         compact_kv(drawn, AcceptedPaths(rows, counts, torch.zeros(batch).long()), window)
         for pool, values in zip(pools, drawn, strict=True):
             assert torch.equal(pool.cpu(), values)
+
+
+@pytest.mark.parametrize(("batch", "width"), [(1, 262_144), (3, 70_001), (64, 5000), (1000, 40)])
+@pytest.mark.parametrize("index", [torch.int64, torch.int32])
+def test_slots_of_a_batch(batch: int, width: int, index: torch.dtype) -> None:
+    """In a graph, with other requests and lengths at each replay; stale slots lie behind."""
+    generator = torch.Generator().manual_seed(batch)
+    table = torch.randint(0, 2**31 - 1, (batch + 2, width), generator=generator).to(torch.int32)
+    on_gpu = table.to(CUDA)
+    requests = torch.zeros(batch, dtype=index, device=CUDA)
+    lengths = torch.zeros(batch, dtype=index, device=CUDA)
+    kv_indptr = torch.zeros(batch + 1, dtype=torch.int32, device=CUDA)
+    kv_indices = torch.full((batch * width,), -7, device=CUDA)
+    graph = captured(lambda: fill_kv_indices(on_gpu, requests, lengths, kv_indptr, kv_indices))
+    wanted = kv_indptr.cpu(), kv_indices.cpu()
+    for turn in range(6):
+        rows = torch.randint(0, batch + 2, (batch,), generator=generator).to(index)
+        drawn = torch.randint(0, width + 1, (batch,), generator=generator).to(index)
+        drawn[: turn % 2] = width
+        requests.copy_(rows)
+        lengths.copy_(drawn)
+        graph.replay()
+        fill_kv_indices(table, rows, drawn, *wanted)
+        assert torch.equal(kv_indptr.cpu(), wanted[0])
+        assert torch.equal(kv_indices.cpu(), wanted[1])
+
+
+def test_a_list_is_never_written_beyond_its_end() -> None:
+    """Unchecked contents: lengths are cut to the table and the list, and no row is no slots."""
+    table = torch.arange(1, 41, dtype=torch.int32, device=CUDA).view(4, 10)
+    requests = torch.tensor([1, 0, 4, 3], device=CUDA)
+    lengths = torch.tensor([12, -3, 10, 10], device=CUDA)
+    kv_indptr = torch.zeros(5, dtype=torch.int32, device=CUDA)
+    guarded = torch.full((40,), -7, device=CUDA)
+    fill_kv_indices(table, requests, lengths, kv_indptr, guarded[:26])
+    assert kv_indptr.tolist() == [0, 10, 10, 20, 30]
+    assert guarded.tolist() == [*range(11, 21), *[-7] * 10, *range(31, 37), *[-7] * 14]
 
 
 def test_a_pool_beyond_2_to_the_31_bytes() -> None:

@@ -40,6 +40,7 @@ class TreeKernels(Protocol):
     sample_tokens: Callable[..., None]
     accept_trees: Callable[..., None]
     compact_kv: Callable[..., None]
+    fill_kv_indices: Callable[..., None]
     build_info: Callable[[], Any]
 
 

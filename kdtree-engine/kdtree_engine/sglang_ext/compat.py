@@ -54,6 +54,7 @@ __all__ = [
     "require_supported",
     "reserved",
     "sglang_version",
+    "slots_refill",
     "step_result",
     "use_qlen_masks",
     "verify_refill",
@@ -238,6 +239,18 @@ def verify_refill(version: str, given: tuple[Any, ...]) -> tuple[tuple[Any, ...]
         return (requests, lengths, rows), spec_info
     plan, requests, lengths, spec_info, rows = given
     return (plan, requests, lengths, rows), spec_info
+
+
+def slots_refill(version: str, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Requests' rows of `req_to_token`, their lengths, and the buffers of slots and of offsets.
+
+    given: the arguments of `_fill_kv_indptr_and_indices`. The last is None for the backend's own.
+    """
+    if version == "0.5.17":
+        requests, lengths, rows, kv_indices = given
+        return rows[:requests], lengths, kv_indices, None
+    _, requests, lengths, rows, kv_indices, *own = given
+    return rows[:requests], lengths, kv_indices, own[0] if own else None
 
 
 def renames_slots(version: str, backend: Any) -> bool:

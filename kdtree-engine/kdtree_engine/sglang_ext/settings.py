@@ -58,6 +58,11 @@ VARIABLES = (
         default="1",
     ),
     Variable(
+        "KDTREE_KV_INDICES",
+        "the slots of a batch are listed by one launch over the whole GPU, not a block a request",
+        default="1",
+    ),
+    Variable(
         "KDTREE_DDTREE_BUDGET",
         "DDTREE: nodes of a draft tree below its root, 1 to 127; "
         "unset: `--speculative-num-draft-tokens` less one, or 32",
@@ -102,6 +107,7 @@ class Settings:
     qlen_mask: bool = True
     prompt_ends: bool = True
     kv_moves: bool = True
+    kv_indices: bool = True
     ddtree_budget: int | None = None
     ddtree_top_k: int = 8
     ddtree_adaptive: bool = False
@@ -151,6 +157,7 @@ def read_settings(environment: Mapping[str, str]) -> tuple[Settings, list[str]]:
         qlen_mask=given["KDTREE_QLEN_MASK"] == "1",
         prompt_ends=given["KDTREE_PROMPT_ENDS"] == "1",
         kv_moves=given["KDTREE_KV_MOVES"] == "1",
+        kv_indices=given["KDTREE_KV_INDICES"] == "1",
         ddtree_budget=int(given["KDTREE_DDTREE_BUDGET"] or 0) or None,
         ddtree_top_k=int(given["KDTREE_DDTREE_TOPK"]),
         ddtree_adaptive=given["KDTREE_DDTREE_ADAPTIVE"] == "1",

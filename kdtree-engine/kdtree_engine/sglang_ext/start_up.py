@@ -77,6 +77,8 @@ def made(runner: Any) -> Any:
         compat.capture_blocks(masks=False)
     ends = _wants_ends(settings) and compat.read_prompt_ends(version)
     at_once = _moves_at_once(settings, runner)
+    if settings.kv_indices:
+        _load_tree_kernels(runner)
     backend = KdtreeMlaBackend(runner, settings, version, qlen=qlen is not None, alone=not left)
     if compat.renames_slots(version, backend):
         raise ConfigError(
@@ -226,11 +228,16 @@ def _moves_at_once(settings: Settings, runner: Any) -> bool:
     wanted = settings.kv_moves and settings.verify and can_move(runner.token_to_kv_pool)
     if not wanted or not compat.move_at_once(_algorithm(get_spec())):
         return False
+    _load_tree_kernels(runner)
+    return True
+
+
+def _load_tree_kernels(runner: Any) -> None:
+    """Here and not in the first request. Raises MissingError where a GPU has no library."""
     if str(runner.device) != "cpu":
         from kdtree_engine.ops.library import tree_kernels
 
-        tree_kernels()  # loaded here and not in the first request
-    return True
+        tree_kernels()
 
 
 def _left_to_triton(runner: Any) -> collections.Counter[str]:
@@ -265,6 +272,7 @@ def _line(
         f"masks: {'T x T' if qlen else 'stock'}; "
         f"n-gram prompts: {'ends' if ends else 'stock'}; "
         f"accepted rows: {'one launch' if at_once else 'stock'}; "
+        f"slots: {'one launch' if settings.kv_indices else 'stock'}; "
         f"graph buffers: {'max_batch x max_context' if settings.graph_buffers else 'stock'}; "
         f"defrag: {'tier0' if settings.tier0 else 'off'}; left to triton: {left or 'no layer'}"
     )

@@ -24,6 +24,7 @@ from kdtree_engine.ops import (
     build_draft_trees,
     compaction,
     draft_trees,
+    kv_indices,
 )
 from kdtree_engine.ops.acceptance import sample_tokens
 from kdtree_engine.ops.candidates import fixed_exp, log_normaliser, top_candidates
@@ -219,6 +220,7 @@ def test_nvcc_compiles_it_for_every_architecture_without_a_spill(built: BuildRep
         "sample_kernel",
         "accept_kernel",
         "compact_kernel",
+        "indices_kernel",
     }
     assert {kernel.spill_bytes for kernel in built.kernels} == {0}
     assert max(kernel.shared_bytes for kernel in built.kernels) <= 48 * 1024, "static, on all parts"
@@ -254,4 +256,6 @@ def test_the_operations_call_the_library_with_what_it_takes(
         acceptance._accept_cuda(integers, integers, integers, integers, row, row)
     with pytest.raises(ValueError, match="nodes: expected a CUDA tensor"):
         compaction._cuda([torch.zeros(8, 16)], integers, row, integers)
+    with pytest.raises(ValueError, match="req_to_token: expected a CUDA tensor"):
+        kv_indices._cuda(integers.int(), row, row, integers[0].int(), integers[0])
     tree_kernels.cache_clear()

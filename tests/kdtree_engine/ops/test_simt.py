@@ -18,7 +18,13 @@ import torch
 from host_code import OUTPUTS, junk_trees, outputs_of, pointer
 from tree_cases import TreeCase, standard_cases
 
-from kdtree_engine.ops import AcceptedPaths, accept_trees, build_draft_trees, compact_kv
+from kdtree_engine.ops import (
+    AcceptedPaths,
+    accept_trees,
+    build_draft_trees,
+    compact_kv,
+    fill_kv_indices,
+)
 from kdtree_engine.ops.acceptance import sample_tokens
 from kdtree_engine.ops.library import TREES_CSRC
 from kdtree_engine.ops.relocation import as_windows
@@ -35,7 +41,7 @@ def simt(root: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes
     folder = tmp_path_factory.mktemp("simt")
     support = root / "tests" / "support" / "simt"
     sources = [support / "driver.cpp"]
-    for name in ("build", "accept", "compact"):
+    for name in ("build", "accept", "compact", "indices"):
         text, launches = LAUNCH.subn(
             r"simt::launch(\2, \3, [&] { \1(p); });", (TREES_CSRC / f"{name}.cu").read_text()
         )
@@ -309,3 +315,54 @@ def test_rows_move_anywhere(simt: ctypes.CDLL, moves: int) -> None:
     )
     pools[:, destinations] = pools[:, sources]
     assert torch.equal(found, pools)
+
+
+def filled(
+    simt: ctypes.CDLL,
+    table: torch.Tensor,
+    requests: torch.Tensor,
+    lengths: torch.Tensor,
+    room: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`kv_indptr` and `kv_indices` by the kernel, -7 where it writes nothing."""
+    kv_indptr = torch.full((len(requests) + 1,), 77, dtype=torch.int32)
+    kv_indices = torch.full((room,), -7)
+    simt.fill_indices(
+        pointer(table),
+        pointer(requests),
+        int(requests.dtype == torch.int64),
+        pointer(lengths),
+        int(lengths.dtype == torch.int64),
+        pointer(kv_indptr),
+        pointer(kv_indices),
+        *map(ctypes.c_int64, (*table.shape, room)),
+        len(requests),
+    )
+    return kv_indptr, kv_indices
+
+
+@pytest.mark.parametrize(("batch", "width"), [(1, 1), (1, 5000), (3, 1025), (70, 33), (600, 7)])
+@pytest.mark.parametrize("index", [torch.int64, torch.int32])
+def test_slots_of_a_batch(simt: ctypes.CDLL, batch: int, width: int, index: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(batch)
+    simt.set_order(batch)
+    table = torch.randint(0, 2**31 - 1, (batch + 2, width), generator=generator).to(torch.int32)
+    requests = torch.randperm(batch + 2, generator=generator)[:batch].to(index)
+    lengths = torch.randint(0, width + 1, (batch,), generator=generator).to(index)
+    lengths[0] = width
+    room = int(lengths.sum()) + 5
+    wanted = torch.full((batch + 1,), 77, dtype=torch.int32), torch.full((room,), -7)
+    fill_kv_indices(table, requests, lengths, *wanted)
+    found = filled(simt, table, requests, lengths, room)
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[1])
+
+
+def test_nothing_is_written_behind_the_list_or_of_a_row_that_is_not_there(
+    simt: ctypes.CDLL,
+) -> None:
+    table = torch.arange(1, 41, dtype=torch.int32).view(4, 10)
+    lengths = torch.tensor([12, -3, 10, 10])  # the first is cut to the table's width
+    kv_indptr, kv_indices = filled(simt, table, torch.tensor([1, 0, 4, 3]), lengths, 26)
+    assert kv_indptr.tolist() == [0, 10, 10, 20, 30]
+    assert kv_indices.tolist() == [*range(11, 21), *[-7] * 10, *range(31, 37)]

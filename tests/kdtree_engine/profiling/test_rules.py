@@ -20,6 +20,7 @@ NAMES = {
     "kdtree::(anonymous namespace)::chunk_kernel(kdtree::BuildParams)": "tree build",
     "kdtree::(anonymous namespace)::accept_kernel(kdtree::AcceptParams)": "acceptance",
     "kdtree::(anonymous namespace)::compact_kernel(kdtree::CompactParams)": "KV move",
+    "kdtree::(anonymous namespace)::indices_kernel(kdtree::IndexParams)": "batch metadata",
     "_verify_mla_prefix_stage1": "verify attention",
     "_fwd_kernel": "other attention",
     "_fwd_grouped_kernel_stage1": "other attention",

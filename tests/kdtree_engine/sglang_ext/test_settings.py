@@ -21,6 +21,7 @@ def test_each_switch_switches_one_thing() -> None:
     assert not read_settings({"KDTREE_VERIFY": "0"})[0].verify
     assert not read_settings({"KDTREE_DECODE": "0"})[0].decode
     assert not read_settings({"KDTREE_GRAPH_BUFFERS": "0"})[0].graph_buffers
+    assert not read_settings({"KDTREE_KV_INDICES": "0"})[0].kv_indices
     assert read_settings({"KDTREE_DEFRAG": "tier0"})[0].tier0
     assert not read_settings({"KDTREE_GAUGES": "0"})[0].gauges
     assert read_settings({"KDTREE_DECODE": ""})[0] == Settings()  # empty is unset

@@ -55,4 +55,9 @@ def test_the_line_says_what_is_active(short: bool) -> None:
     assert f"masks: {'T x T' if short else 'stock'}; " in line
     assert f"n-gram prompts: {'ends' if short else 'stock'}; " in line
     assert f"accepted rows: {'one launch' if short else 'stock'}; " in line
+    assert "slots: one launch; " in line
+    off = dataclasses.replace(ON, kv_indices=False)
+    assert "slots: stock; " in start_up._line(
+        "0.5.17", "a library", off, {}, "cpu", short, short, short
+    )
     assert line.startswith("kdtree_mla: SGLang 0.5.17; cpu; library: a library; verify: kernel; ")
