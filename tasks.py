@@ -418,6 +418,14 @@ def _run_options(command: Callable[..., None]) -> Callable[..., None]:
         _host_option,
         click.option("--fail-fast", is_flag=True, help="Stop after the first gate that fails."),
         click.option(
+            "--jobs",
+            type=click.IntRange(1, 64),
+            default=1,
+            show_default=True,
+            metavar="N",
+            help="Run so many gates at once; those of speed still run alone, after all others.",
+        ),
+        click.option(
             "--require",
             multiple=True,
             type=click.Choice(["gpu", "nvcc", "sanitizer", "sglang", "service"]),
@@ -514,6 +522,7 @@ def phase_run(
     only: tuple[str, ...],
     host_name: str,
     fail_fast: bool,
+    jobs: int,
     require: tuple[str, ...],
     seed: int,
     no_input: bool,
@@ -532,7 +541,7 @@ def phase_run(
             raise ConfigError(
                 f"gate {name} is one of {owner.package}", remedy=f"kd phase run {owner.number}"
             )
-    record = _run(select(chosen, only), host_name, fail_fast, seed, as_json)
+    record = _run(select(chosen, only), host_name, fail_fast, jobs, seed)
     ctx.exit(_report(record, phases, require, as_json))
 
 
@@ -549,6 +558,7 @@ def verify(
     dry_run: bool,
     host_name: str,
     fail_fast: bool,
+    jobs: int,
     require: tuple[str, ...],
     seed: int,
     no_input: bool,
@@ -584,7 +594,7 @@ def verify(
         ctx.exit(exit_code_of(states))
     selection, fresh = unproven(select(phases), {} if everything else known, platform)
     if selection:
-        record = _run(selection, host_name, fail_fast, seed, as_json, machine)
+        record = _run(selection, host_name, fail_fast, jobs, seed, machine)
         ctx.exit(_report(record, phases, require, as_json, fresh))
     if as_json:
         _print_json({"exit_code": 0, "gates": [], "fresh": [entry.gate for entry in fresh]})
@@ -3207,8 +3217,8 @@ def _run(
     selection: Sequence[Any],
     host_name: str,
     fail_fast: bool,
+    jobs: int,
     seed: int,
-    as_json: bool,
     machine: Machine | None = None,
 ) -> Record:
     from phases import runner
@@ -3227,6 +3237,7 @@ def _run(
                 seed=seed,
                 command=["kd", *sys.argv[1:]],
                 fail_fast=fail_fast,
+                jobs=jobs,
                 watch=watch,
             )
     except KeyboardInterrupt:
@@ -3296,7 +3307,7 @@ class _Watch:
             transient=True,
             disable=not self._console.is_terminal,
         )
-        self._task: Any = None
+        self._tasks: dict[str, Any] = {}
 
     def __enter__(self) -> _Watch:
         self._live.start()
@@ -3306,17 +3317,17 @@ class _Watch:
         self._live.stop()
 
     def __call__(self, event: Any) -> None:
+        name = event.gate.name
         if event.result is not None:
             self._ended += 1
-            if self._task is not None:
-                self._live.remove_task(self._task)
-                self._task = None
+            if name in self._tasks:
+                self._live.remove_task(self._tasks.pop(name))
             self._say(event)
-        elif self._task is None:
-            self._task = self._live.add_task(event.gate.name, total=None, note="")
+        elif name not in self._tasks:
+            self._tasks[name] = self._live.add_task(name, total=None, note="")
         else:
             self._live.update(
-                self._task, completed=event.done, total=event.total or None, note=event.note
+                self._tasks[name], completed=event.done, total=event.total or None, note=event.note
             )
 
     def _say(self, event: Any) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import multiprocessing.connection
 import os
 import pathlib
 import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +38,7 @@ from phases.evidence import (
 )
 from phases.gate import Gate, GateKind, Status
 from phases.phase import Phase
-from phases.worker import Outcome, run_gate
+from phases.worker import Outcome, RunningGate
 
 __all__ = [
     "Event",
@@ -112,16 +114,23 @@ def run(
     seed: int,
     command: Sequence[str],
     fail_fast: bool = False,
+    jobs: int = 1,
     watch: Callable[[Event], None] = lambda event: None,
 ) -> Record:
     """Run the selected gates on this machine and return the finished record.
 
-    With `fail_fast`, gates after the first failed one are not run and leave no entry. An
-    interruption (Ctrl-C, SIGTERM, SIGHUP) ends the gate in flight, finishes the record with what
+    jobs: how many gates of correctness may run at once. One: each gate runs alone, in the order of
+        the selection. More: those of all phases come first, and a failure further down blocks a
+        phase's gates only where it is known when they begin; those of speed run alone, afterwards.
+
+    With `fail_fast`, gates that have not begun when one fails are not run and leave no entry. An
+    interruption (Ctrl-C, SIGTERM, SIGHUP) ends the gates in flight, finishes the record with what
     is left marked interrupted, and raises KeyboardInterrupt.
     """
     if not selection:
         raise ConfigError("no gate is selected")
+    if jobs > 1:
+        selection = sorted(selection, key=lambda pair: pair[1].kind is GateKind.SPEED)
     with _alone(checkout), signals_interrupt():
         store.newest([], host, machine.hostname)  # a broken record is better met now than later
         shutil.rmtree(checkout.scratch, ignore_errors=True)  # of a run that was killed
@@ -139,73 +148,134 @@ def run(
             gates=tuple(_interrupted(phase, gate) for phase, gate in selection),
         )
         store.save(record)
+        gates = _Gates(record, checkout, store, watch)
         try:
-            for number, (phase, gate) in enumerate(selection):
-                watch(Event(phase, gate))
-                below = phases_below(phase, selection)
-                result = _one(phase, gate, below, record, checkout, store, watch)
-                record = record.with_gate(result)
-                store.save(record)
-                watch(Event(phase, gate, result=result))
-                if fail_fast and result.status in (Status.FAILED, Status.ERROR):
-                    record = record.model_copy(update={"gates": record.gates[: number + 1]})
-                    break
+            gates.run(selection, jobs, fail_fast)
         except KeyboardInterrupt:
-            store.save(record.model_copy(update={"finished": now()}))
+            store.save(gates.record.model_copy(update={"finished": now()}))
             raise
         # Whatever else ends a run early leaves the record as it is: unfinished, the rest
         # interrupted.
-        record = record.model_copy(update={"finished": now()})
+        record = gates.record.model_copy(update={"finished": now()})
         store.save(record)
     return record
 
 
-def _one(
-    phase: Phase,
-    gate: Gate,
-    below: set[str],
-    record: Record,
-    checkout: Checkout,
-    store: Store,
-    watch: Callable[[Event], None],
-) -> GateRecord:
-    base = GateRecord(
-        phase=phase.package,
-        gate=gate.name,
-        kind=gate.kind,
-        status=Status.UNWRITTEN,
-        seed=record.seed,
-        started=now(),
-    )
-    if gate.check is None:
-        return base
-    proof: Proof | None = None
-    try:
-        base = _with(base, content=gate_content(checkout.root, gate))
-        obstacle = _obstacle(gate, below, record)
-        if obstacle is None and gate.kind is GateKind.SPEED:
-            answer = store.prove(phase, record.host, record.platform)
-            if isinstance(answer, Proof):
-                proof = answer
-            else:
-                obstacle = f"no speed before correctness: {'; '.join(answer)}"
-    except (KdError, OSError, SyntaxError) as error:  # a file changed under the run
-        message = f"what the gate depends on cannot be read: {error}"
-        return _with(base, status=Status.ERROR, message=message)
-    if obstacle is not None:
-        return _with(base, status=Status.BLOCKED, message=obstacle)
-    log = checkout.logs / record.run / f"{gate.name}.log"
-    outcome = run_gate(
-        gate,
-        seed=record.seed,
-        log=log,
-        scratch=checkout.scratch / gate.name,
-        progress=lambda done, total, note: watch(Event(phase, gate, done, total, note)),
-    )
-    return _ended(base, outcome, proof, os.path.relpath(log, checkout.root))
+@dataclasses.dataclass(frozen=True)
+class _Running:
+    """A gate in flight, and its entry so far."""
+
+    phase: Phase
+    gate: Gate
+    base: GateRecord
+    proof: Proof | None
+    log: str
+    process: RunningGate
 
 
-def _ended(base: GateRecord, outcome: Outcome, proof: Proof | None, log: str) -> GateRecord:
+class _Gates:
+    """The gates of one run. `record` is what is known of them, and is saved at each change."""
+
+    def __init__(
+        self, record: Record, checkout: Checkout, store: Store, watch: Callable[[Event], None]
+    ) -> None:
+        self.record = record
+        self._checkout, self._store, self._watch = checkout, store, watch
+        self._running: list[_Running] = []
+
+    def run(self, selection: Selection, jobs: int, fail_fast: bool) -> None:
+        """Begins gates in order, as far as they may run beside each other, until all have ended."""
+        waiting = list(selection)
+        try:
+            while waiting or self._running:
+                while waiting and self._may_begin(waiting[0][1], jobs):
+                    phase, gate = waiting.pop(0)
+                    self._watch(Event(phase, gate))
+                    began = self._begin(phase, gate, phases_below(phase, selection))
+                    if isinstance(began, _Running):
+                        self._running.append(began)
+                    else:
+                        self._note(phase, gate, began)
+                for one, outcome in self._ended():
+                    result = _result(one.base, outcome, one.proof, one.log)
+                    self._note(one.phase, one.gate, result)
+                    if fail_fast and result.status in (Status.FAILED, Status.ERROR):
+                        self._leave_out([gate.name for _, gate in waiting])
+                        waiting.clear()
+        finally:
+            for one in self._running:
+                one.process.end()
+
+    def _may_begin(self, gate: Gate, jobs: int) -> bool:
+        together = [gate, *(one.gate for one in self._running)]
+        alone = any(other.kind is GateKind.SPEED for other in together)
+        return len(together) <= (1 if alone else jobs)
+
+    def _ended(self) -> list[tuple[_Running, Outcome]]:
+        """Those in flight that have ended, once one has something to say or no time left."""
+        if not self._running:
+            return []
+        first = min(one.process.deadline for one in self._running)
+        multiprocessing.connection.wait(
+            [one.process.pipe for one in self._running], max(0.0, first - time.monotonic())
+        )
+        ended = []
+        for one in tuple(self._running):
+            outcome = one.process.hear()
+            if outcome is not None:
+                self._running.remove(one)
+                ended.append((one, outcome))
+        return ended
+
+    def _note(self, phase: Phase, gate: Gate, result: GateRecord) -> None:
+        self.record = self.record.with_gate(result)
+        self._store.save(self.record)
+        self._watch(Event(phase, gate, result=result))
+
+    def _leave_out(self, names: Sequence[str]) -> None:
+        kept = tuple(entry for entry in self.record.gates if entry.gate not in names)
+        self.record = self.record.model_copy(update={"gates": kept})
+
+    def _begin(self, phase: Phase, gate: Gate, below: set[str]) -> GateRecord | _Running:
+        """The gate in flight; or its entry, where nothing is to run."""
+        record, checkout = self.record, self._checkout
+        base = GateRecord(
+            phase=phase.package,
+            gate=gate.name,
+            kind=gate.kind,
+            status=Status.UNWRITTEN,
+            seed=record.seed,
+            started=now(),
+        )
+        if gate.check is None:
+            return base
+        proof: Proof | None = None
+        try:
+            base = _with(base, content=gate_content(checkout.root, gate))
+            obstacle = _obstacle(gate, below, record)
+            if obstacle is None and gate.kind is GateKind.SPEED:
+                answer = self._store.prove(phase, record.host, record.platform)
+                if isinstance(answer, Proof):
+                    proof = answer
+                else:
+                    obstacle = f"no speed before correctness: {'; '.join(answer)}"
+        except (KdError, OSError, SyntaxError) as error:  # a file changed under the run
+            message = f"what the gate depends on cannot be read: {error}"
+            return _with(base, status=Status.ERROR, message=message)
+        if obstacle is not None:
+            return _with(base, status=Status.BLOCKED, message=obstacle)
+        log = checkout.logs / record.run / f"{gate.name}.log"
+        process = RunningGate(
+            gate,
+            seed=record.seed,
+            log=log,
+            scratch=checkout.scratch / gate.name,
+            progress=lambda done, total, note: self._watch(Event(phase, gate, done, total, note)),
+        )
+        return _Running(phase, gate, base, proof, os.path.relpath(log, checkout.root), process)
+
+
+def _result(base: GateRecord, outcome: Outcome, proof: Proof | None, log: str) -> GateRecord:
     try:
         return _with(
             base,

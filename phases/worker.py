@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from kdtree_engine.errors import MissingError
 from phases.gate import Check, Context, FailureKind, Figure, Gate, GateFailure, Status
 
-__all__ = ["Outcome", "run_gate"]
+__all__ = ["Outcome", "RunningGate"]
 
 _PRELOAD = ["torch", "phases.worker"]
 _GRACE_S = 2.0
@@ -40,68 +40,79 @@ class Outcome:
     message: str | None = None
 
 
-def run_gate(
-    gate: Gate,
-    *,
-    seed: int,
-    log: pathlib.Path,
-    scratch: pathlib.Path,
-    progress: Callable[[int, int, str], None],
-) -> Outcome:
-    """Run `gate`, which must have a check, in a process of its own.
+class RunningGate:
+    """A gate, which must have a check, in a process of its own that has been started.
 
-    What it prints goes to `log`; `scratch` is made for it and removed afterwards.
-    Always returns an outcome, except that KeyboardInterrupt passes through once the gate's
-    processes are gone.
+    What it prints goes to `log`; `scratch` is made for it and removed with it. Whoever has made one
+    asks `hear` until there is an outcome, or gives it up by `end`.
     """
-    assert gate.check is not None, f"{gate.name} is unwritten"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    begun = time.monotonic()
-    scratch.mkdir(parents=True)
-    ours, theirs = context.Pipe()
-    process = context.Process(
-        target=_work, args=(theirs, gate.check, seed, str(scratch), str(log)), name=gate.name
-    )
-    ended: Outcome | _Died | None = None
-    try:
-        process.start()
-        theirs.close()
-        ended = _listen(ours, begun + gate.time_limit_s, progress)
-    finally:
-        _end(process, grace_s=_GRACE_S if ended else 0.0)
-        ours.close()
-        shutil.rmtree(scratch, ignore_errors=True)
-    seconds = time.monotonic() - begun
-    if ended is None:
-        message = f"not done after {gate.time_limit_s:g} s; its process was ended"
-        return Outcome(Status.FAILED, seconds, failure=FailureKind.TIMEOUT, message=message)
-    if isinstance(ended, _Died):
-        code = process.exitcode
-        how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
-        message = f"the gate's process died ({how}) before it answered; see {log}"
-        return Outcome(Status.ERROR, seconds, message=message)
-    return dataclasses.replace(ended, seconds=seconds)
 
-
-class _Died:
-    """The pipe closed with no outcome."""
-
-
-def _listen(
-    pipe: Connection, deadline: float, progress: Callable[[int, int, str], None]
-) -> Outcome | _Died | None:
-    """The outcome that the worker sends; _Died without one; None at the deadline."""
-    while pipe.poll(max(0.0, deadline - time.monotonic())):
+    def __init__(
+        self,
+        gate: Gate,
+        *,
+        seed: int,
+        log: pathlib.Path,
+        scratch: pathlib.Path,
+        progress: Callable[[int, int, str], None],
+    ) -> None:
+        assert gate.check is not None, f"{gate.name} is unwritten"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        self._begun = time.monotonic()
+        self._limit_s = gate.time_limit_s
+        self._log, self._scratch, self._progress = log, scratch, progress
+        scratch.mkdir(parents=True)
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_work, args=(theirs, gate.check, seed, str(scratch), str(log)), name=gate.name
+        )
         try:
-            message = pipe.recv()
-        except (EOFError, OSError):
-            return _Died()
-        if isinstance(message, Outcome):
-            return message
-        progress(*message)
-    return None
+            self._process.start()
+            theirs.close()
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def deadline(self) -> float:
+        """When its time is up, by time.monotonic()."""
+        return self._begun + self._limit_s
+
+    def hear(self) -> Outcome | None:
+        """Takes what its process has said, without waiting; the outcome once it has ended.
+
+        None while it goes on. To be called where `pipe` has something, or at the deadline.
+        """
+        try:
+            while self.pipe.poll():
+                message = self.pipe.recv()
+                if isinstance(message, Outcome):
+                    self.end(_GRACE_S)
+                    return dataclasses.replace(message, seconds=self._seconds())
+                self._progress(*message)
+        except (EOFError, OSError):  # the pipe closed with no outcome
+            self.end(_GRACE_S)
+            code = self._process.exitcode
+            killed = signal.Signals(-code).name if code and code < 0 else None
+            how = f"signal {killed}" if killed else f"exit code {code}"
+            message = f"the gate's process died ({how}) before it answered; see {self._log}"
+            return Outcome(Status.ERROR, self._seconds(), message=message)
+        if time.monotonic() < self.deadline:
+            return None
+        self.end()
+        message = f"not done after {self._limit_s:g} s; its process was ended"
+        return Outcome(Status.FAILED, self._seconds(), failure=FailureKind.TIMEOUT, message=message)
+
+    def end(self, grace_s: float = 0.0) -> None:
+        """Ends its processes, after `grace_s` in which they may exit by themselves."""
+        _end(self._process, grace_s)
+        self.pipe.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._begun
 
 
 def _end(process: multiprocessing.process.BaseProcess, grace_s: float) -> None:

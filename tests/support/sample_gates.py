@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kdtree_engine.errors import MissingError
 from kdtree_engine.machine import Machine
@@ -103,6 +104,62 @@ def phase(number: int, *gates: Gate, depends_on: tuple[int, ...] = ()) -> Phase:
 
 def speed_gate(name: str = "sample-speed") -> Gate:
     return Gate(name, "how fast it is", measures, kind=GateKind.SPEED)
+
+
+def meets_another(context: Context) -> Sequence[Figure]:
+    """How many gates of one run are there at the same time, up to two."""
+    with _being_there(context) as there:
+        found = there(2, 10.0)
+        time.sleep(0.3)  # the other one looks too
+    return [Figure("gates", found, Unit.COUNT)]
+
+
+def meets_nobody(context: Context) -> Sequence[Figure]:
+    """Fails where another gate of the run is there at the same time."""
+    with _being_there(context) as there:
+        if there(2, 0.5) > 1:
+            raise GateFailure(FailureKind.NUMERICAL, "another gate runs beside it")
+    return [Figure("ratio", 1.0, Unit.RATIO)]
+
+
+def fails_before_another_ends(context: Context) -> Sequence[Figure]:
+    with _being_there(context) as there:
+        there(2, 10.0)
+    raise GateFailure(FailureKind.NUMERICAL, "wrong")
+
+
+def outlives_another(context: Context) -> Sequence[Figure]:
+    with _being_there(context) as there:
+        there(2, 10.0)
+        there(1, 10.0)
+        time.sleep(1.0)
+    return [Figure("gates", 1, Unit.COUNT)]
+
+
+def sleeps(context: Context) -> Sequence[Figure]:
+    time.sleep(60)
+    return []
+
+
+@contextlib.contextmanager
+def _being_there(context: Context) -> Iterator[Callable[[int, float], int]]:
+    """Shows other gates of the run that this one is there.
+
+    Gives a function that waits until so many are there, at most so many seconds; how many are.
+    """
+    here = context.scratch.parent / f"{context.scratch.name}.here"
+
+    def there(wanted: int, wait_s: float) -> int:
+        end = time.monotonic() + wait_s
+        while (found := len(list(here.parent.glob("*.here")))) != wanted and time.monotonic() < end:
+            time.sleep(0.02)
+        return found
+
+    here.touch()
+    try:
+        yield there
+    finally:
+        here.unlink()
 
 
 def with_pid_file(name: str, path: str, context: Context) -> Sequence[Figure]:
