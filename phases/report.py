@@ -142,6 +142,11 @@ def fragmentation_lines(metrics: Mapping[str, float]) -> list[str]:
             f"tier0: {told('free_runs'):.0f} free runs, {told('reserved_slots'):.0f} slots "
             f"reserved for growth, {told('allocation_waits'):.0f} allocations that waited"
         )
+    if f"{PREFIX}relocations" in metrics:
+        lines.append(
+            f"tier1: {told('relocated_rows'):.0f} rows moved by "
+            f"{told('relocations'):.0f} relocations"
+        )
     return lines
 
 

@@ -5,12 +5,14 @@ from phases.p6_defrag_tier0 import checks, service
 from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
 
+__all__ = ["LIVE", "PHASE"]
+
 _SERVER = (
     "kdtree-engine/kdtree_engine/sglang_ext/defrag/*.py",
     "kdtree-engine/kdtree_engine/fragmentation/*.py",
 )
 """What runs in the server's Python, so no import of the gates leads to all of it."""
-_LIVE = (
+LIVE = (
     *_SERVER,
     "kdtree-engine/pyproject.toml",
     "kdtree-engine/csrc/*",
@@ -19,6 +21,7 @@ _LIVE = (
     "kdtree-engine/kdtree_engine/*.py",
     "tests/support/sglang_cpu/*/*",
 )
+"""And what serves it."""
 
 PHASE = Phase(
     number=6,
@@ -49,7 +52,7 @@ PHASE = Phase(
             service.churn_tokens,
             requires=(Requirement.SGLANG,),
             time_limit_s=2700.0,
-            data=_LIVE,
+            data=LIVE,
             token_exact=True,
         ),
     ),

@@ -16,17 +16,32 @@ from phases.service_mixed import MixedTraffic
 from phases.service_scale import CPU, GPU, Scale, Start, kernel, plain, triton
 from phases.service_tokens import demand, figures_of
 
-__all__ = ["Churn", "churn_tokens"]
+__all__ = ["TIER0", "Churn", "Tier", "churn_tokens"]
 
 _NODES = 9
 _ROUNDING_S = {torch.float32: 30.0}
 """Of the reference's own traffic at most, where its tokens hardly move."""
 _SPOILED, _SPOILED_TOKENS = 4, 12
 """The longest prompts, and how many tokens of each: where slots that are not read show."""
-_SAYS = "defrag: tier0"
 _EVICTED = "sglang:evicted_tokens_total"
 _MEASURED, _WAITS = f"{PREFIX}measured_requests", f"{PREFIX}allocation_waits"
 _GAUGES = {f"{PREFIX}mean_runs": "runs", f"{PREFIX}mean_run_length": "run length"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tier:
+    """What defragments: KDTREE_DEFRAG, and what its server needs beside it.
+
+    moved: what the server's metrics count where it does something, and how it is called; it must.
+    """
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    moved: tuple[str, str] | None = None
+
+
+TIER0 = Tier("tier0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +72,12 @@ def churn_tokens(
     start: Start = serving,
     seconds: float | None = None,
     churn: Churn | None = None,
+    tier: Tier = TIER0,
 ) -> list[Figure]:
-    """Ten minutes of mixed traffic in a pool that is always full: Tier 0's tokens are stock's.
+    """Ten minutes of mixed traffic in a pool that is always full: a tier's tokens are stock's.
 
     Two servers: stock Triton without speculation, on SGLang's allocator; and trees on the kernel,
-    on Tier 0, whose slots come and go with accepted tokens, aborts and evictions. On a CPU, the
+    on that tier, whose slots come and go with accepted tokens, aborts and evictions. On a CPU, the
     latter then answers once more while it writes to other slots than it reads, which must show. On
     a GPU, trees on Triton are a third one.
     seconds: of traffic, for a rehearsal; None: as the gate is run.
@@ -93,14 +109,14 @@ def churn_tokens(
         during=during,
         after=after,
     )
-    environment = {"KDTREE_DEFRAG": "tier0"}
+    environment = {"KDTREE_DEFRAG": tier.name, **tier.environment}
     if spoils is not None:
         environment["KD_TEST_WRONG_SLOTS"] = str(spoils)
     found = traffic.ask(
         (plain(), kernel(_NODES), *([triton(_NODES)] if churn.rounds else [])),
         graphs=churn.scale.graphs,
         start=start,
-        more=("--enable-metrics", "--max-total-tokens", str(churn.slots)),
+        more=("--enable-metrics", *tier.arguments, "--max-total-tokens", str(churn.slots)),
         environment=environment,
     )
     comparisons, bounds, figures = compared(found, scale=churn.scale)
@@ -110,13 +126,18 @@ def churn_tokens(
         *figures_of(comparisons, bounds),
         *figures,
         *mixed_figures,
-        *_shown(metrics, seen),
+        *_shown(metrics, seen, tier),
         *(Figure("answers that wrong slots change", one, Unit.COUNT) for one in different),
     ]
     demand(*comparisons, figures=figures)
     traffic.demand(figures)
-    if _SAYS not in found[kernel(_NODES)].log:
-        raise GateFailure(FailureKind.LAUNCH, f"its log does not say '{_SAYS}'", figures)
+    says = f"defrag: {tier.name}"
+    if says not in found[kernel(_NODES)].log:
+        raise GateFailure(FailureKind.LAUNCH, f"its log does not say '{says}'", figures)
+    if tier.moved is not None and not metrics.get(tier.moved[0], 0) > 0:
+        raise GateFailure(
+            FailureKind.LAUNCH, f"{tier.name} did nothing: no {tier.moved[1]}", figures
+        )
     if not metrics.get(_EVICTED, 0) > churn.slots:
         raise GateFailure(
             FailureKind.LAUNCH,
@@ -152,13 +173,13 @@ def _spoiled(
     )
 
 
-def _shown(metrics: Mapping[str, float], seen: Sequence[Mapping[str, float]]) -> list[Figure]:
+def _shown(
+    metrics: Mapping[str, float], seen: Sequence[Mapping[str, float]], tier: Tier
+) -> list[Figure]:
     """metrics: at the end. seen: while requests ran."""
-    figures = [
-        Figure(what, metrics[name], Unit.COUNT)
-        for name, what in ((_EVICTED, "slots evicted"), (_WAITS, "allocations that waited"))
-        if name in metrics
-    ]
+    counted = [(_EVICTED, "slots evicted"), (_WAITS, "allocations that waited")]
+    counted += [tier.moved] if tier.moved is not None else []
+    figures = [Figure(what, metrics[name], Unit.COUNT) for name, what in counted if name in metrics]
     return figures + [
         Figure(f"{what}, mean of {len(seen)} looks", sum(values) / len(values), Unit.COUNT)
         for name, what in _GAUGES.items()

@@ -1,7 +1,8 @@
 """Phase 7, deferred: live relocation of the KV of running requests."""
 
 from phases.gate import Gate
-from phases.p7_defrag_tier1 import checks, decision
+from phases.p6_defrag_tier0 import LIVE
+from phases.p7_defrag_tier1 import checks, decision, service
 from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
 
@@ -32,9 +33,18 @@ PHASE = Phase(
             time_limit_s=3600.0,
             data=_SERVER,
         ),
+        Gate(
+            "relocation-service-token-exact",
+            "ten minutes of mixed traffic while rows move: Tier 1 gives the tokens of stock",
+            service.relocated_tokens,
+            requires=(Requirement.SGLANG,),
+            time_limit_s=2700.0,
+            data=(*LIVE, *_SERVER),
+            token_exact=True,
+        ),
     ),
     profile=ServiceProfile(
-        arguments=("--attention-backend", "kdtree_mla"),
+        arguments=("--attention-backend", "kdtree_mla", "--disable-overlap-schedule"),
         environment={"KDTREE_DEFRAG": "tier1"},
     ),
 )

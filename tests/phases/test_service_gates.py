@@ -14,7 +14,7 @@ import pytest
 import torch
 from fake_service import FAST, SCALE, FakeService, FakeStart
 
-from kdtree_engine.errors import ConfigError
+from kdtree_engine.errors import ConfigError, MissingError
 from phases.gate import Context, FailureKind, GateFailure
 from phases.p3_backend_wiring import gpu_host
 from phases.p3_backend_wiring.speed import eager_speed
@@ -23,6 +23,7 @@ from phases.p4_capture_safety import service as graphs
 from phases.p4_capture_safety.speed import graph_speed
 from phases.p6_defrag_tier0 import PHASE as CHURN
 from phases.p6_defrag_tier0 import service as churn
+from phases.p7_defrag_tier1 import service as relocated
 from phases.service import ServiceFailed
 from phases.service_mixed import LONGEST_TRAFFIC_S, traffic_seconds
 
@@ -107,6 +108,45 @@ def test_tier0_under_churn_passes(ctx: Context) -> None:
     assert [environment["KDTREE_DEFRAG"] for _, environment in start.started] == ["tier0"] * 2
     for arguments, _ in start.started:
         assert arguments[-3:] == ("--enable-metrics", "--max-total-tokens", "500")
+
+
+@pytest.fixture
+def release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relocated, "server_sglang", lambda: "0.5.23")
+
+
+@pytest.mark.usefixtures("release")
+def test_tier1_under_churn_passes(ctx: Context) -> None:
+    start, small = FakeStart(), churn.Churn(SCALE, slots=500, longest=40)
+    figures = relocated.relocated_tokens(ctx, start=start, seconds=1.0, churn=small)
+    found = {figure.name: figure.value for figure in figures}
+    assert found["rows moved"] == 50
+    for arguments, environment in start.started:
+        assert "--disable-overlap-schedule" in arguments
+        assert environment["KDTREE_DEFRAG"] == "tier1"
+        assert environment["KDTREE_DEFRAG_EVERY"] == "8"
+
+
+@pytest.mark.usefixtures("release")
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("no move", "tier1 did nothing: no rows moved"),
+        ("no tier1", "its log does not say 'defrag: tier1'"),
+    ],
+)
+def test_a_tier1_that_is_none_fails(ctx: Context, fault: str, says: str) -> None:
+    small = churn.Churn(SCALE, slots=500, longest=40)
+    with pytest.raises(GateFailure, match=says):
+        relocated.relocated_tokens(ctx, start=FakeStart(fault), seconds=1.0, churn=small)
+
+
+def test_tier1_is_blocked_where_the_holders_are_not_known(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relocated, "server_sglang", lambda: "0.5.17")
+    with pytest.raises(MissingError, match=r"holders of SGLang 0\.5\.23, and 0\.5\.17 is"):
+        relocated.relocated_tokens(ctx, start=FakeStart())
 
 
 def test_where_tokens_round_stock_trees_say_how_often(ctx: Context) -> None:

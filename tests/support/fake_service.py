@@ -77,8 +77,9 @@ class FakeStart:
         if f"{name} does not start" in self.faults:
             raise ServiceFailed("the server ended before it was healthy\nno such thing")
         line = LINE
-        if environment.get("KDTREE_DEFRAG") == "tier0" and "no tier0" not in self.faults:
-            line = line.replace("\n", "; defrag: tier0\n")
+        tier = environment.get("KDTREE_DEFRAG", "off")
+        if tier != "off" and f"no {tier}" not in self.faults:
+            line = line.replace("\n", f"; defrag: {tier}\n")
         log.write_text(
             line if backend == "kdtree_mla" and "silent" not in self.faults else "well\n"
         )
@@ -141,7 +142,8 @@ class FakeService:
         evicted = 0.0 if "no eviction" in self.faults else 1e6
         runs = {"kdtree:kv_mean_runs": 2.0, "kdtree:kv_measured_requests": 3.0}
         runs = {} if "no gauge" in self.faults else runs
-        return {"sglang:evicted_tokens_total": evicted, **runs}
+        moved = {} if "no move" in self.faults else {"kdtree:kv_relocated_rows": 50.0}
+        return {"sglang:evicted_tokens_total": evicted, **runs, **moved}
 
     def flush(self) -> None:
         self._flushed = True

@@ -36,10 +36,12 @@ def register() -> None:
             from kdtree_engine.sglang_ext import ddtree
 
             ddtree.register()
-        if os.environ.get("KDTREE_DEFRAG") == "tier0":
+        if (tier := os.environ.get("KDTREE_DEFRAG")) in ("tier0", "tier1"):
             from kdtree_engine.sglang_ext.defrag import service
+            from kdtree_engine.sglang_ext.settings import read_settings
 
-            service.offer(NAME)
+            every = read_settings(os.environ)[0].relocate_every if tier == "tier1" else None
+            service.offer(NAME, relocate_every=every)
     except KdError as error:
         _log.error("%s", error)
 

@@ -81,9 +81,16 @@ VARIABLES = (
     ),
     Variable(
         "KDTREE_DEFRAG",
-        "tier0: the KV pool's slots are given out in runs, and reserved in chunks for growth",
-        ("off", "tier0"),
+        "tier0: the KV pool's slots are given out in runs, and reserved in chunks for growth; "
+        "tier1, experimental: rows of running requests move into longer runs as well",
+        ("off", "tier0", "tier1"),
         "off",
+    ),
+    Variable(
+        "KDTREE_DEFRAG_EVERY",
+        "tier1: batches from one look for rows to move to the next, 1 to 1,000,000",
+        default="256",
+        integers=(1, 1_000_000),
     ),
     Variable(
         "KDTREE_GAUGES",
@@ -112,6 +119,8 @@ class Settings:
     ddtree_top_k: int = 8
     ddtree_adaptive: bool = False
     tier0: bool = False
+    tier1: bool = False  # and tier0 with it
+    relocate_every: int = 256
     gauges: bool = True
 
     @property
@@ -161,7 +170,9 @@ def read_settings(environment: Mapping[str, str]) -> tuple[Settings, list[str]]:
         ddtree_budget=int(given["KDTREE_DDTREE_BUDGET"] or 0) or None,
         ddtree_top_k=int(given["KDTREE_DDTREE_TOPK"]),
         ddtree_adaptive=given["KDTREE_DDTREE_ADAPTIVE"] == "1",
-        tier0=given["KDTREE_DEFRAG"] == "tier0",
+        tier0=given["KDTREE_DEFRAG"] in ("tier0", "tier1"),
+        tier1=given["KDTREE_DEFRAG"] == "tier1",
+        relocate_every=int(given["KDTREE_DEFRAG_EVERY"]),
         gauges=given["KDTREE_GAUGES"] == "1",
     )
     return settings, warnings

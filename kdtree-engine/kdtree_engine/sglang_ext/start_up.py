@@ -18,7 +18,7 @@ import torch
 from kdtree_engine.arguments import HEAD_DIM, LATENT_DIM, MAX_NODES
 from kdtree_engine.errors import ConfigError
 from kdtree_engine.sglang_ext import compat
-from kdtree_engine.sglang_ext.defrag import gauges, service
+from kdtree_engine.sglang_ext.defrag import gauges, relocating, service
 from kdtree_engine.sglang_ext.kv_moves import can_move
 from kdtree_engine.sglang_ext.plugin import NAME
 from kdtree_engine.sglang_ext.settings import Settings, read_settings
@@ -59,7 +59,12 @@ def made(runner: Any) -> Any:
     library = _library(runner)
     if settings.tier0 and (problem := service.problem(runner.token_to_kv_pool_allocator)):
         raise ConfigError(
-            f"KDTREE_DEFRAG=tier0: {problem}", remedy="change that, or unset KDTREE_DEFRAG"
+            f"KDTREE_DEFRAG={_tier(settings)}: {problem}",
+            remedy="change that, or unset KDTREE_DEFRAG",
+        )
+    if settings.tier1 and (problem := relocating.problem()):
+        raise ConfigError(
+            f"KDTREE_DEFRAG=tier1: {problem}", remedy="change that, or set KDTREE_DEFRAG=tier0"
         )
     if settings.gauges:
         gauges.export()
@@ -274,8 +279,12 @@ def _line(
         f"accepted rows: {'one launch' if at_once else 'stock'}; "
         f"slots: {'one launch' if settings.kv_indices else 'stock'}; "
         f"graph buffers: {'max_batch x max_context' if settings.graph_buffers else 'stock'}; "
-        f"defrag: {'tier0' if settings.tier0 else 'off'}; left to triton: {left or 'no layer'}"
+        f"defrag: {_tier(settings)}; left to triton: {left or 'no layer'}"
     )
+
+
+def _tier(settings: Settings) -> str:
+    return "tier1" if settings.tier1 else "tier0" if settings.tier0 else "off"
 
 
 def _who(ours: bool) -> str:

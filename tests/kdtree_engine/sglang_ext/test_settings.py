@@ -23,6 +23,9 @@ def test_each_switch_switches_one_thing() -> None:
     assert not read_settings({"KDTREE_GRAPH_BUFFERS": "0"})[0].graph_buffers
     assert not read_settings({"KDTREE_KV_INDICES": "0"})[0].kv_indices
     assert read_settings({"KDTREE_DEFRAG": "tier0"})[0].tier0
+    assert not read_settings({"KDTREE_DEFRAG": "tier0"})[0].tier1
+    both = read_settings({"KDTREE_DEFRAG": "tier1", "KDTREE_DEFRAG_EVERY": "8"})[0]
+    assert (both.tier0, both.tier1, both.relocate_every) == (True, True, 8)
     assert not read_settings({"KDTREE_GAUGES": "0"})[0].gauges
     assert read_settings({"KDTREE_DECODE": ""})[0] == Settings()  # empty is unset
 
@@ -39,7 +42,7 @@ def test_all_off_is_stock() -> None:
     [
         ("KDTREE_VERIFY", "yes", "KDTREE_VERIFY: expected 0 or 1, got 'yes'"),
         ("KDTREE_WGMMA", "2", "KDTREE_WGMMA: expected 0 or 1, got '2'"),
-        ("KDTREE_DEFRAG", "tier1", "KDTREE_DEFRAG: expected off or tier0, got 'tier1'"),
+        ("KDTREE_DEFRAG", "tier2", "KDTREE_DEFRAG: expected off or tier0 or tier1, got 'tier2'"),
         ("KDTREE_GAUGES", "on", "KDTREE_GAUGES: expected 0 or 1, got 'on'"),
         # The kernel library takes it as it stands, and would not hear it.
         ("KDTREE_WGMMA", "1 ", "KDTREE_WGMMA: '1 ' begins or ends with a space"),

@@ -60,4 +60,8 @@ def test_the_line_says_what_is_active(short: bool) -> None:
     assert "slots: stock; " in start_up._line(
         "0.5.17", "a library", off, {}, "cpu", short, short, short
     )
+    for tier in ("tier0", "tier1"):
+        given = dataclasses.replace(ON, tier0=True, tier1=tier == "tier1")
+        line_of = start_up._line("0.5.17", "a library", given, {}, "cpu", short, short, short)
+        assert f"defrag: {tier}; " in line_of
     assert line.startswith("kdtree_mla: SGLang 0.5.17; cpu; library: a library; verify: kernel; ")

@@ -74,6 +74,7 @@ class RunAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
         self.chunk = chunk
         self._margin = margin
         self.waits = 0
+        self.relocating: Any = None  # Tier 1's, of the scheduler that this allocator is of
         self.growth = Growth(FreeRuns(1, 0), chunk)
         self._plan: Sequence[Growing] = ()
         self._arriving: list[_Arriving] = []

@@ -60,6 +60,16 @@ _TIER0: Mapping[str, tuple[str, Callable[[Any], float]]] = {
         lambda allocator: allocator.waits,
     ),
 }
+_TIER1: Mapping[str, tuple[str, Callable[[Any], float]]] = {
+    "kdtree:kv_relocations": (
+        "Relocations since the start that moved KV rows.",
+        lambda relocating: relocating.relocations,
+    ),
+    "kdtree:kv_relocated_rows": (
+        "KV rows that relocations have moved since the start.",
+        lambda relocating: relocating.rows,
+    ),
+}
 _NOTHING = Summary(0, 0.0, 0.0, 0.0, 0.0, 1.0)
 _log = logging.getLogger(__name__)
 
@@ -104,6 +114,9 @@ class Gauges:
         if hasattr(allocator, "growth"):
             for name, (text, value) in _TIER0.items():
                 self._set(name, text, value(allocator))
+        if (relocating := getattr(allocator, "relocating", None)) is not None:
+            for name, (text, value) in _TIER1.items():
+                self._set(name, text, value(relocating))
 
     def _tell_measured(self) -> None:
         if self._measured is None:

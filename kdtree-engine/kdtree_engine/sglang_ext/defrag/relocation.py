@@ -1,10 +1,10 @@
 """Moves KV rows of running requests to where they are in fewer runs, on SGLang's structures.
 
-An experiment that no service runs: who calls it has to be at a safe point, at which no batch is in
-flight and the forward stream has ended, and has to name every request that may hold slots. It then
-fences what it cannot move, reads who holds which slot, plans, copies the rows of all layers, writes
-the new slots to every holder, and only then releases the old ones. Where anything is not understood
-it moves nothing, and says what.
+An experiment (KDTREE_DEFRAG=tier1, `relocating.py`). Who calls it has to be at a safe point, at
+which no batch is in flight and the forward stream has ended, and has to name every request that may
+hold slots. It then fences what it cannot move, reads who holds which slot, plans, copies the rows
+of all layers, writes the new slots to every holder, and only then releases the old ones. Where
+anything is not understood it moves nothing, and says what.
 
 Who holds slot numbers in SGLang 0.5.23, by its own source:
 
@@ -56,10 +56,11 @@ from kdtree_engine.sglang_ext.defrag.releases import (
     tree_nodes,
 )
 
-__all__ = ["Outcome", "Relocation", "Service", "fences"]
+__all__ = ["Outcome", "Relocation", "Service", "fences", "fences_before_start"]
 
 RELEASE = "0.5.23"
 """Whose holders are listed above."""
+_OTHER_RELEASE = f"SGLang {{}}: the holders of {RELEASE} are known"
 
 _SETTINGS: tuple[tuple[str, str, object], ...] = (
     ("get_disagg", "disaggregation_mode", "null"),
@@ -126,9 +127,17 @@ def fences(service: Service) -> list[str]:
     return list(_fences(service))
 
 
+def fences_before_start() -> Iterator[str]:
+    """Why nothing may move in a server of these settings, before it has any structure."""
+    if importlib.metadata.version("sglang") == RELEASE:
+        yield from _fences_of_settings()
+    else:
+        yield _OTHER_RELEASE.format(importlib.metadata.version("sglang"))
+
+
 def _fences(service: Service) -> Iterator[str]:
-    if (release := importlib.metadata.version("sglang")) != RELEASE:
-        yield f"SGLang {release}: the holders of {RELEASE} are known"
+    yield from fences_before_start()
+    if importlib.metadata.version("sglang") != RELEASE:
         return
     if service.in_flight:
         yield f"{service.in_flight} batches are in flight"
@@ -136,7 +145,6 @@ def _fences(service: Service) -> Iterator[str]:
 
     from kdtree_engine.sglang_ext.defrag.allocators import RunAllocator
 
-    yield from _fences_of_settings()
     if type(service.allocator) is not RunAllocator:
         yield f"the allocator is a {type(service.allocator).__name__}, expected RunAllocator"
         return
@@ -241,10 +249,14 @@ class _Held:
 
 
 class Relocation:
-    """One attempt to relocate rows of a service, at a safe point."""
+    """One attempt to relocate rows of a service, at a safe point.
+
+    writes: whether holders are being told; what is raised before leaves all as it was.
+    """
 
     def __init__(self, service: Service) -> None:
         self.service = service
+        self.writes = False
 
     def run(self, budget: int) -> Outcome:
         """Move at most `budget` rows. Waits for the device. What it raises, it raises unmoved."""
@@ -352,6 +364,7 @@ class Relocation:
             touched = {move.part for move in plan.moves}
             values = [(node.value, now[node.value]) for node in self._of(held.nodes, touched)]
             tails = self._new_tails(held, rows)
+        self.writes = True
         self._write_rows(held, rows)
         self._write_nodes(values)
         for rid, end in tails:

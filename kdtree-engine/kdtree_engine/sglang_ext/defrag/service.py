@@ -1,5 +1,7 @@
 """Tier 0 in a server: its KV pool gets a RunAllocator where SGLang would have made its own.
 
+Tier 1 is the same with `relocating.py` on top.
+
 `offer` is called where the plugin is loaded, before any pool exists. Whether the pool that is then
 made is one for Tier 0 is seen there and said by `problem`, which the start-up check asks: a server
 that was asked for Tier 0 and has not got it stops.
@@ -19,12 +21,17 @@ __all__ = ["offer", "problem"]
 _log = logging.getLogger(__name__)
 
 
-def offer(backend: str) -> None:
+def offer(backend: str, *, relocate_every: int | None = None) -> None:
     """Have the KV pool of a server on `backend` allocated by Tier 0.
 
+    relocate_every: Tier 1's, in batches; None without it.
     Raises MissingError where this SGLang takes no hooks.
     """
-    compat.around_allocator(functools.partial(_made, backend))
+    compat.around_allocator(functools.partial(_made, backend, relocate_every))
+    if relocate_every is not None:
+        from kdtree_engine.sglang_ext.defrag import relocating
+
+        relocating.read_python_nodes()
 
 
 def problem(allocator: Any) -> str | None:
@@ -36,7 +43,9 @@ def problem(allocator: Any) -> str | None:
     return _unfit(allocator) or "SGLang made its own allocator, past the plugin's hook"
 
 
-def _made(backend: str, stock: Any, configurator: Any, **given: Any) -> Any:
+def _made(
+    backend: str, relocate_every: int | None, stock: Any, configurator: Any, **given: Any
+) -> Any:
     """What `_build_token_to_kv_pool_allocator` returns; a draft model is given its target's."""
     made = stock(configurator, **given)
     if given["token_to_kv_pool_allocator"] is not None:
@@ -50,9 +59,15 @@ def _made(backend: str, stock: Any, configurator: Any, **given: Any) -> Any:
 
     allocators.plan_batches()
     _tidy_when_idle()
-    return allocators.RunAllocator(
+    allocator = allocators.RunAllocator(
         made.size, dtype=made.dtype, device=made.device, kvcache=made.get_kvcache()
     )
+    if relocate_every is not None:
+        from kdtree_engine.sglang_ext.defrag import relocating
+
+        relocating.between_batches()
+        allocator.relocating = relocating.Relocating(relocate_every)
+    return allocator
 
 
 def _unfit(allocator: Any) -> str | None:

@@ -53,6 +53,13 @@ def test_a_measure_is_told_at_the_next_interval(told: Told) -> None:
     assert set(told.values) == set(GAUGES)
 
 
+def test_what_was_relocated_is_told(told: Told) -> None:
+    moved = types.SimpleNamespace(relocations=3, rows=900)
+    Gauges(LABELS, told.make).idle(types.SimpleNamespace(relocating=moved))
+    assert told.values["kdtree:kv_relocations"] == 3
+    assert told.values["kdtree:kv_relocated_rows"] == 900
+
+
 def test_where_nothing_ran_the_last_measure_stands(told: Told) -> None:
     gauges = Gauges(LABELS, told.make)
     table = torch.tensor([[1, 2, 3]])

@@ -162,12 +162,33 @@ def test_without_hooks_it_says_so(
         service.offer("kdtree_mla")
 
 
-@pytest.mark.parametrize("tier", ["off", "tier0", "", None])
+def test_tier1_is_tier0_with_an_allocator_that_relocates(
+    hooks: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "rust")
+    monkeypatch.setattr(Scheduler, "get_next_batch_to_run", lambda _: "plan", raising=False)
+    stock = Scheduler.get_next_batch_to_run  # type: ignore[attr-defined]
+    service.offer("kdtree_mla", relocate_every=7)
+    made = hooks[-1][1](
+        lambda configurator, **given: Stock(),
+        Configurator("kdtree_mla", "kdtree_mla"),
+        token_to_kv_pool_allocator=None,
+        sizes=None,
+    )
+    assert made.relocating._every == 7
+    assert Scheduler.get_next_batch_to_run is not stock  # type: ignore[attr-defined]
+    assert not hasattr(pool(hooks, Stock(), "kdtree_mla", "kdtree_mla"), "relocating")
+
+
+@pytest.mark.parametrize("tier", ["off", "tier0", "tier1", "", None])
 def test_the_plugin_offers_it_where_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, tier: str | None
 ) -> None:
-    offered: list[str] = []
-    monkeypatch.setattr(service, "offer", offered.append)
+    offered: list[tuple[str, int | None]] = []
+    monkeypatch.setattr(
+        service, "offer", lambda name, relocate_every: offered.append((name, relocate_every))
+    )
+    monkeypatch.setenv("KDTREE_DEFRAG_EVERY", "32")
     for name in ("register_backend", "draft_on_triton"):
         monkeypatch.setattr(plugin.compat, name, lambda *_: None)
     monkeypatch.setattr(plugin.compat, "sglang_version", lambda: "0.5.23")
@@ -176,7 +197,8 @@ def test_the_plugin_offers_it_where_it_is_asked_for(
     if tier is not None:
         monkeypatch.setenv("KDTREE_DEFRAG", tier)
     plugin.register()
-    assert offered == (["kdtree_mla"] if tier == "tier0" else [])
+    wanted = {"tier0": [("kdtree_mla", None)], "tier1": [("kdtree_mla", 32)]}
+    assert offered == wanted.get(tier or "", [])
 
 
 def test_a_request_has_its_row_in_either_release() -> None:
