@@ -144,8 +144,8 @@ def fragmentation_lines(metrics: Mapping[str, float]) -> list[str]:
         )
     if f"{PREFIX}relocations" in metrics:
         lines.append(
-            f"tier1: {told('relocated_rows'):.0f} rows moved by "
-            f"{told('relocations'):.0f} relocations"
+            f"tier1: {told('relocated_rows'):.0f} rows moved by {told('relocations'):.0f} "
+            f"relocations of {told('relocation_looks'):.0f} looks"
         )
     return lines
 

@@ -17,8 +17,8 @@ _RELEASE = "0.5.23"
 TIER1 = Tier(
     "tier1",
     arguments=("--disable-overlap-schedule",),
-    # As often as there is something to see in ten minutes of a CPU's steps.
-    environment={"KDTREE_DEFRAG_EVERY": "8"},
+    # As often as may be: ten minutes of a CPU have few steps.
+    environment={"KDTREE_DEFRAG_EVERY": "1"},
     moved=(f"{PREFIX}relocated_rows", "rows moved"),
 )
 

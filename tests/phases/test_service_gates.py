@@ -124,7 +124,7 @@ def test_tier1_under_churn_passes(ctx: Context) -> None:
     for arguments, environment in start.started:
         assert "--disable-overlap-schedule" in arguments
         assert environment["KDTREE_DEFRAG"] == "tier1"
-        assert environment["KDTREE_DEFRAG_EVERY"] == "8"
+        assert environment["KDTREE_DEFRAG_EVERY"] == "1"
 
 
 @pytest.mark.usefixtures("release")

@@ -61,6 +61,10 @@ _TIER0: Mapping[str, tuple[str, Callable[[Any], float]]] = {
     ),
 }
 _TIER1: Mapping[str, tuple[str, Callable[[Any], float]]] = {
+    "kdtree:kv_relocation_looks": (
+        "Looks for KV rows to move since the start.",
+        lambda relocating: relocating.looks,
+    ),
     "kdtree:kv_relocations": (
         "Relocations since the start that moved KV rows.",
         lambda relocating: relocating.relocations,

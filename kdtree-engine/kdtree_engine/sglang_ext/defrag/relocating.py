@@ -27,7 +27,7 @@ __all__ = ["BUDGET", "Relocating", "between_batches", "problem", "read_python_no
 
 BUDGET = 4096
 """Rows that are moved at a time, at most: 0.3 GB read and written in 61 layers."""
-_LONGEST_PAUSE = 32
+_LONGEST_PAUSE = 8
 """Times `every`: the pause grows to that where there is nothing to move."""
 _CORE = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
 _log = logging.getLogger(__name__)
@@ -37,12 +37,12 @@ class Relocating:
     """What one scheduler relocates, and when.
 
     every: batches from one look to the next, with requests running; twice as many after each look
-        that finds nothing to gain, up to 32 times, and so many again after one that moves rows.
-    relocations, rows: those that moved something, and the rows that they moved.
+        that finds nothing to gain, up to 8 times, and so many again after one that moves rows.
+    looks: so far. relocations, rows: those that moved something, and the rows that they moved.
     """
 
     def __init__(self, every: int, attempt: Callable[[Service], Relocation] = Relocation) -> None:
-        self.relocations = self.rows = 0
+        self.looks = self.relocations = self.rows = 0
         self._every = self._pause = self._left = every
         self._attempt = attempt
         self._said: set[str] = set()
@@ -55,6 +55,7 @@ class Relocating:
         self._left -= 1
         if self._left > 0:
             return
+        self.looks += 1
         _wait_for(scheduler.req_to_token_pool.req_to_token)
         attempt = self._attempt(_service_of(scheduler))
         try:

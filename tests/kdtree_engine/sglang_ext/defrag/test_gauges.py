@@ -54,8 +54,9 @@ def test_a_measure_is_told_at_the_next_interval(told: Told) -> None:
 
 
 def test_what_was_relocated_is_told(told: Told) -> None:
-    moved = types.SimpleNamespace(relocations=3, rows=900)
+    moved = types.SimpleNamespace(looks=5, relocations=3, rows=900)
     Gauges(LABELS, told.make).idle(types.SimpleNamespace(relocating=moved))
+    assert told.values["kdtree:kv_relocation_looks"] == 5
     assert told.values["kdtree:kv_relocations"] == 3
     assert told.values["kdtree:kv_relocated_rows"] == 900
 
