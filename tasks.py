@@ -186,7 +186,7 @@ slows the host, so what the host does is overstated.
 What tells steps apart:
   ranges    SGLang's step[...] ranges
   profiler  torch.profiler's own steps
-  graphs    replays of the longest CUDA graphs
+  graphs    replays of CUDA graphs: a round of them each
   whole     nothing: the whole trace is one step
 
 \b

@@ -118,8 +118,8 @@ def remarks(profile: Profile, before: Profile | None = None) -> list[str]:
             )
         if rank.told_by == "graphs":
             found.append(
-                f"{rank.rank}: steps are told by replays of the longest graphs alone: graphs of "
-                "several batch sizes, of a drafter or of parts of a pass are taken for steps or not"
+                f"{rank.rank}: steps are told by replays of graphs alone, a round of them each: a "
+                "drafter's that is like the target's, or a prefill, cannot be told from it"
             )
     left_out = max(rank.left_out for rank in profile.ranks)
     if left_out:

@@ -137,7 +137,7 @@ def profile(
 
 def summarise(timeline: Timeline, rules: Rules) -> RankProfile:
     """One GPU's decode steps by class."""
-    steps = find_steps(timeline)
+    steps = find_steps(timeline, rules)
     count = len(steps.windows)
     tally = _Tally(timeline, rules, steps)
     for begin, end, running in segments(tally.intervals()):
