@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kdtree_engine.profiling.comparison import ClassChange, compare
-from kdtree_engine.profiling.summary import KernelTime, Profile
+from kdtree_engine.profiling.rules import COMMUNICATION
+from kdtree_engine.profiling.summary import KernelTime, Profile, RankProfile
 from phases.profile_ceiling import Attained, Note, attained, note_remarks
 
 __all__ = [
@@ -25,7 +26,10 @@ __all__ = [
     "remarks",
 ]
 
-RANK_COLUMNS = ("rank", "steps", "told by", "step us", "median", "longest", "busy", "outside us")
+RANK_COLUMNS = (
+    *("rank", "steps", "told by", "step us", "median", "longest", "busy", "outside us"),
+    *("collectives us", "of it waiting"),
+)
 CLASS_COLUMNS = ("class", "us", "share", "kernels", "kernel us", "GB/s", "of ceiling", "lever")
 KERNEL_COLUMNS = ("kernel us", "count", "class", "name")
 HOST_COLUMNS = ("host, while the GPU waits", "us", "share")
@@ -34,6 +38,8 @@ CHANGE_COLUMNS = ("class", "before us", "after us", "change us", "of the step be
 _LONGEST_NAME = 120
 _LONG = 3.0
 """How many times as long as the median a step is that holds something else."""
+_WAITED = 0.01
+"""Of a step: less waiting in collectives is not remarked on."""
 
 
 def rank_rows(profile: Profile) -> list[tuple[str, ...]]:
@@ -47,9 +53,16 @@ def rank_rows(profile: Profile) -> list[tuple[str, ...]]:
             _us(rank.longest_us),
             _share(rank.busy_us, rank.step_us),
             _us(rank.outside_us),
+            *_collectives(rank),
         )
         for rank in profile.ranks
     ]
+
+
+def _collectives(rank: RankProfile) -> tuple[str, str]:
+    """What a rank's collectives take of a step, and what of that it waits for the last rank."""
+    one = rank.class_of(COMMUNICATION)
+    return _us(one.kernel_us) if one else "", "" if rank.wait_us is None else _us(rank.wait_us)
 
 
 def class_rows(
@@ -102,13 +115,24 @@ def change_rows(before: Profile, after: Profile) -> list[tuple[str, ...]]:
 
 def remarks(profile: Profile, before: Profile | None = None) -> list[str]:
     """What limits these figures: each a line."""
+    found = _limits(profile)
+    if before is not None:
+        found += [f"before: {line}" for line in _limits(before)]
+        kinds = [sorted({rank.told_by for rank in one.ranks}) for one in (before, profile)]
+        if kinds[0] != kinds[1] or len(before.ranks) != len(profile.ranks):
+            found.append("before and after differ in their ranks or in how steps are told apart")
+    return found
+
+
+def _limits(profile: Profile) -> list[str]:
+    """What limits one side's figures. Files are named where a rank's name may not be enough."""
     found: list[str] = []
-    for one in (profile, before):
-        if one is not None and any(rank.told_by == "whole" for rank in one.ranks):
-            found.append(
-                f"{', '.join(one.files)}: no decode steps can be told apart; "
-                "the figures are of the whole trace as one step"
-            )
+    whole = dict.fromkeys(rank.file for rank in profile.ranks if rank.told_by == "whole")
+    if whole:
+        found.append(
+            f"{', '.join(whole)}: no decode steps can be told apart; "
+            "the figures are of the whole trace as one step"
+        )
     for rank in profile.ranks:
         if rank.longest_us > _LONG * rank.median_us:
             found.append(
@@ -124,11 +148,27 @@ def remarks(profile: Profile, before: Profile | None = None) -> list[str]:
     left_out = max(rank.left_out for rank in profile.ranks)
     if left_out:
         found.append(f"{left_out} passes that were no decode are left out")
-    if before is not None:
-        kinds = [sorted({rank.told_by for rank in one.ranks}) for one in (before, profile)]
-        if kinds[0] != kinds[1] or len(before.ranks) != len(profile.ranks):
-            found.append("before and after differ in their ranks or in how steps are told apart")
-    return found
+    return [*found, *_waiting(profile)]
+
+
+def _waiting(profile: Profile) -> list[str]:
+    """Of several ranks: whether their collectives could be compared, and which is waited for."""
+    told = {rank.rank: rank.wait_us for rank in profile.ranks if rank.wait_us is not None}
+    meet = [rank for rank in profile.ranks if rank.class_of(COMMUNICATION) is not None]
+    if len(profile.ranks) < 2 or not meet:
+        return []
+    if len(told) < len(profile.ranks):
+        return [
+            "what ranks wait for each other in collectives is not told: it takes the same steps "
+            "with the same collectives on all of them, and no DP attention"
+        ]
+    last = min(told, key=lambda rank: told[rank])
+    if max(told.values()) < _WAITED * profile.step_us:
+        return []
+    return [
+        f"ranks wait {_us(sum(told.values()) / len(told))} us of a step in collectives, "
+        f"{last} the least ({_us(told[last])}): it comes last most of the time"
+    ]
 
 
 def as_json(

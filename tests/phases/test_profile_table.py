@@ -7,7 +7,7 @@ import pathlib
 
 import click.testing
 import pytest
-from traces import GEMM, Trace, two_rounds
+from traces import GEMM, Trace, one_of_two_ranks, two_rounds
 
 import tasks
 from kdtree_engine.profiling.summary import KernelTime, profile
@@ -68,6 +68,62 @@ def test_profiles_of_other_ranks_or_steps_are_remarked(
     both = profile([rounds, two_rounds().write(tmp_path / "1764-TP-1.trace.json")])
     assert profile_table.remarks(one, one) == []
     assert "differ in their ranks" in profile_table.remarks(one, both)[0]
+
+
+def test_only_files_without_steps_are_named_as_such(
+    rounds: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    trace = Trace()
+    trace.kernel(GEMM, 0, 5)
+    found = profile([rounds, trace.write(tmp_path / "1764-TP-1.trace.json")])
+    (said,) = (line for line in profile_table.remarks(found) if "no decode steps" in line)
+    assert said.startswith("1764-TP-1.trace.json: no decode steps can be told apart")
+
+
+def test_what_before_left_out_is_said(rounds: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    trace = Trace()
+    for at, mode in ((0.0, "DECODE"), (10.0, "EXTEND"), (50.0, "DECODE"), (60.0, "DECODE")):
+        trace.span(f"step[{mode} bs=1]", at, at + 5)
+        trace.kernel(GEMM, at + 2, 5, trace.launch(at + 1))
+    before = trace.write(tmp_path / "before.json")
+    run = kd("--trace", rounds, "--before", before)
+    assert "kd: before: 1 passes that were no decode are left out" in run.stderr
+    both = profile([before])
+    said = "1 passes that were no decode are left out"
+    assert profile_table.remarks(both, both) == [said, f"before: {said}"]
+
+
+def test_ranks_are_shown_each_with_what_it_waits_for_the_others(tmp_path: pathlib.Path) -> None:
+    paths = [
+        one_of_two_ranks(rank).write(tmp_path / f"1764-TP-{rank}.trace.json.gz") for rank in (0, 1)
+    ]
+    run = kd("--trace", paths[0], "--trace", paths[1])
+    assert run.exit_code == 0
+    rows = [line.split() for line in run.stdout.splitlines() if line.startswith("TP")]
+    assert [(row[0], *row[-2:]) for row in rows] == [
+        ("TP0", "40.0", "20.0"),
+        ("TP1", "22.0", "2.0"),
+    ]
+    assert "ranks wait 11.0 us of a step in collectives, TP1 the least (2.0)" in run.stderr
+    told = json.loads(kd("--trace", paths[0], "--trace", paths[1], "--json").stdout)
+    assert [rank["wait_us"] for rank in told["ranks"]] == [20, 2]
+
+
+def test_ranks_whose_collectives_differ_are_not_compared(tmp_path: pathlib.Path) -> None:
+    found = profile(
+        [
+            one_of_two_ranks(0).write(tmp_path / "1764-TP-0.trace.json"),
+            two_rounds().write(tmp_path / "1764-TP-1.trace.json"),
+        ]
+    )
+    assert all(row[-1] == "" for row in profile_table.rank_rows(found))
+    assert "wait for each other in collectives is not told" in profile_table.remarks(found)[-1]
+
+
+def test_a_trace_named_twice_is_wrong_usage(rounds: pathlib.Path) -> None:
+    run = kd("--trace", rounds, "--trace", rounds)
+    assert run.exit_code != 0
+    assert "is named twice" in str(run.exception)
 
 
 def test_a_pause_in_a_step_is_remarked(tmp_path: pathlib.Path) -> None:

@@ -37,6 +37,13 @@ class Trace:
         args = {"device": 0, "stream": stream, "correlation": launch}
         self._add("kernel", name, self._pid(0), stream, begin, took, args)
 
+    def collective(
+        self, name: str, begin: float, took: float, launch: int = -1, **args: object
+    ) -> None:
+        """A kernel of NCCL on a stream of its own. args: of the call, in Kineto's words."""
+        told = {"device": 0, "stream": 9, "correlation": launch, **args}
+        self._add("kernel", name, self._pid(0), 9, begin, took, told)
+
     def copy(self, begin: float, took: float, nbytes: int, launch: int = -1) -> None:
         args = {"device": 0, "stream": 7, "correlation": launch, "bytes": nbytes}
         name = "Memcpy DtoD (Device -> Device)"
@@ -96,4 +103,30 @@ def two_rounds(prefix: str = "", reduce_us: float = 20.0) -> Trace:
         trace.kernel("mystery_kernel", at + 180, 10, trace.launch(at + 150))
     trace.span("step[VERIFY bs=1]", 1390, 1450)
     trace.kernel(VERIFY, 1400, 100, trace.launch(1395, graph=True))
+    return trace
+
+
+def one_of_two_ranks(rank: int, *, told: bool = True) -> Trace:
+    """Two steps of 100 us of a rank of two, eager, and the first kernel of a third.
+
+    Rank 1 has the longer experts (30 us against 10), and so comes last to the first all-reduce:
+
+        rank 0   0..10 experts, 10..40 all-reduce, 40..50 GEMM, 50..60 all-reduce
+        rank 1   0..30 experts, 30..40 all-reduce, 40..48 GEMM, 48..60 all-reduce
+
+    Each all-reduce is of [9, 1024] in bf16, 18,432 bytes. told: whether its arguments are there.
+    """
+    trace = Trace()
+    shape = {"In msg nelems": 9216, "Out msg nelems": 9216, "Group size": 2, "dtype": "BFloat16"}
+    args: dict[str, object] = {"Collective name": "allreduce", **shape} if told else {}
+    experts, product = ((10, 10), (30, 8))[rank]
+    for number in range(2):
+        at = 1000.0 + 100 * number
+        trace.span("step[DECODE bs=9]", at - 10, at + 80)
+        trace.kernel("fused_moe_kernel", at, experts, trace.launch(at - 5))
+        trace.collective(REDUCE, at + experts, 40 - experts, trace.launch(at - 4), **args)
+        trace.kernel(GEMM, at + 40, product, trace.launch(at - 3))
+        trace.collective(REDUCE, at + 40 + product, 20 - product, trace.launch(at - 2), **args)
+    trace.span("step[DECODE bs=9]", 1190, 1280)
+    trace.kernel("fused_moe_kernel", 1200, experts, trace.launch(1195))
     return trace

@@ -13,7 +13,19 @@ from typing import Any
 
 from kdtree_engine.errors import ConfigError
 
-__all__ = ["HOST", "IDLE", "REPLAY", "TABLE", "UNKNOWN", "Rule", "Rules", "Stage", "load_rules"]
+__all__ = [
+    "COMMUNICATION",
+    "COPIES",
+    "HOST",
+    "IDLE",
+    "REPLAY",
+    "TABLE",
+    "UNKNOWN",
+    "Rule",
+    "Rules",
+    "Stage",
+    "load_rules",
+]
 
 TABLE = pathlib.Path(__file__).parent / "rules.toml"
 
@@ -23,6 +35,9 @@ IDLE = "idle gaps"
 """No kernel runs, and the next one has been launched."""
 HOST = "host scheduling"
 """No kernel runs, and the next one has not been launched yet."""
+COPIES = "memory copies"
+COMMUNICATION = "communication"
+"""Of these two a trace tells bytes, and of the second one rank's is compared with another's."""
 REPLAY = "replay"
 """The stage of kernels of a CUDA graph that was launched outside every range."""
 
@@ -89,7 +104,7 @@ def load_rules(path: pathlib.Path = TABLE) -> Rules:
         raise ConfigError(f"{path} is no TOML: {error}") from None
     classes = _entries(path, table, "class", {"name", "lever"})
     levers = {entry["name"]: entry["lever"] for entry in classes}
-    for needed in (UNKNOWN, IDLE, HOST):
+    for needed in (UNKNOWN, IDLE, HOST, COPIES, COMMUNICATION):
         if needed not in levers:
             raise ConfigError(f"{path} lacks the class '{needed}'")
     stages = tuple(

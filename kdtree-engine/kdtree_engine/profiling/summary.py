@@ -9,21 +9,33 @@ Two kinds of time, both in microseconds per step:
 Idle time before a kernel is `host scheduling` as far as the kernel's launch had not begun, and
 `idle gaps` from then on. Without a launch in the trace it is all `idle gaps`.
 
-Of the ceilings, one trace tells bytes for copies and fills alone: gb_s is those bytes over
-kernel_us. No fraction of a bandwidth is given, as the trace does not say over which link or to what
-memory; bytes and flops of other kernels depend on shapes that it lacks in CUDA graphs.
+Of the ceilings, a trace tells bytes for copies and fills, and for collectives whose NCCL arguments
+it has: gb_s is those bytes over the time of the kernels that they are of. No fraction of a
+bandwidth is given, as the trace does not say over which link or to what memory; bytes and flops of
+other kernels depend on shapes that it lacks in CUDA graphs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
+import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from kdtree_engine.errors import ConfigError
+from kdtree_engine.profiling.collectives import Collectives, waits
 from kdtree_engine.profiling.host import HostWork
 from kdtree_engine.profiling.intervals import segments
-from kdtree_engine.profiling.rules import HOST, IDLE, UNKNOWN, Rules, load_rules
+from kdtree_engine.profiling.rules import (
+    COMMUNICATION,
+    COPIES,
+    HOST,
+    IDLE,
+    UNKNOWN,
+    Rules,
+    load_rules,
+)
 from kdtree_engine.profiling.steps import Steps, find_steps
 from kdtree_engine.profiling.timeline import Activity, Launch, Timeline, read_timelines
 
@@ -32,7 +44,11 @@ __all__ = ["ClassTime", "HostTime", "KernelTime", "Profile", "RankProfile", "pro
 
 @dataclasses.dataclass(frozen=True)
 class ClassTime:
-    """A class per step. share: of the step. count: kernels. bytes: of copies and fills."""
+    """A class per step. share: of the step. count: kernels.
+
+    bytes: that copies and fills moved, or collectives sent; counted, counted_us: the kernels that
+    these are of, and their durations.
+    """
 
     name: str
     us: float
@@ -40,12 +56,14 @@ class ClassTime:
     share: float
     count: float
     bytes: float
+    counted: float
+    counted_us: float
     lever: str
 
     @property
     def gb_s(self) -> float | None:
-        """10^9 bytes a second while its kernels run; None where no bytes are known."""
-        return self.bytes / self.kernel_us / 1e3 if self.bytes and self.kernel_us else None
+        """10^9 bytes a second while the counted kernels run; None where no bytes are known."""
+        return self.bytes / self.counted_us / 1e3 if self.bytes and self.counted_us else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +86,15 @@ class HostTime:
 
 @dataclasses.dataclass(frozen=True)
 class RankProfile:
-    """One GPU. steps: how many, and told_by: how they were told apart (`steps`).
+    """One GPU. file: its trace's. steps: how many, and told_by: how they were told apart (`steps`).
 
     step_us, median_us, longest_us: of a step. busy_us: of a step, while at least one kernel runs.
     left_out: passes that were no decode. outside_us: kernel time before, between and behind steps.
+    wait_us: of a step, in collectives, until the last rank came; None where that cannot be told.
     """
 
     rank: str
+    file: str
     steps: int
     told_by: str
     left_out: int
@@ -86,6 +106,10 @@ class RankProfile:
     classes: tuple[ClassTime, ...]
     kernels: tuple[KernelTime, ...]
     host: tuple[HostTime, ...]
+    wait_us: float | None = None
+
+    def class_of(self, name: str) -> ClassTime | None:
+        return next((one for one in self.classes if one.name == name), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +128,12 @@ class Profile:
         """The kernels that no rule fits."""
         return tuple(one for one in self.kernels if one.kernel_class == UNKNOWN)
 
+    @property
+    def wait_us(self) -> float | None:
+        """Mean of the ranks', in collectives; None where one of them is not told."""
+        told = [rank.wait_us for rank in self.ranks if rank.wait_us is not None]
+        return sum(told) / len(told) if len(told) == len(self.ranks) else None
+
 
 def profile(
     paths: Sequence[pathlib.Path],
@@ -112,17 +142,29 @@ def profile(
 ) -> Profile:
     """Read the files, one or more ranks each, and sum them up. Raises what `read_timelines` raises.
 
-    progress: told of each file how many of its bytes have been read.
+    progress: told of each file how many of its bytes have been read. Raises ConfigError where a
+    file is named twice, or two are of one rank: a mean would count it twice.
     """
     rules = rules or load_rules()
+    _refuse_twice(paths)
     ranks: list[RankProfile] = []
+    collectives: list[Collectives] = []
     for path in paths:
 
         def told(done: int, size: int, path: pathlib.Path = path) -> None:
             if progress:
                 progress(path, done, size)
 
-        ranks += [summarise(one, rules) for one in read_timelines(path, rules, told)]
+        for one in read_timelines(path, rules, told):
+            rank, met = _summed(one, rules)
+            ranks.append(dataclasses.replace(rank, file=path.name))
+            collectives.append(met)
+    _refuse_same_rank(ranks)
+    waited = waits([rank.rank for rank in ranks], collectives)
+    ranks = [
+        rank if us is None else dataclasses.replace(rank, wait_us=us / rank.steps)
+        for rank, us in zip(ranks, waited, strict=True)
+    ]
     count = len(ranks)
     step_us = sum(rank.step_us for rank in ranks) / count
     return Profile(
@@ -135,8 +177,39 @@ def profile(
     )
 
 
+def _refuse_twice(paths: Sequence[pathlib.Path]) -> None:
+    seen: dict[tuple[int, int], pathlib.Path] = {}
+    for path in paths:
+        about = path.stat()
+        other = seen.get((about.st_dev, about.st_ino))
+        if other is not None:
+            raise ConfigError(
+                f"{path} is named twice" if other == path else f"{other} and {path} are one file",
+                remedy="name each rank's trace once",
+            )
+        seen[about.st_dev, about.st_ino] = path
+
+
+def _refuse_same_rank(ranks: Sequence[RankProfile]) -> None:
+    seen: dict[str, RankProfile] = {}
+    for rank in ranks:
+        # SGLang's merger writes TP00 where a rank's own file has TP-0.
+        other = seen.setdefault(re.sub(r"(?<=[A-Z])0+(?=\d)", "", rank.rank), rank)
+        if other is not rank:
+            raise ConfigError(
+                f"{other.file} and {rank.file} are both of {rank.rank}",
+                remedy="name the files of one recording, one for each rank; files that do not say "
+                "their rank need different names",
+            )
+
+
 def summarise(timeline: Timeline, rules: Rules) -> RankProfile:
     """One GPU's decode steps by class."""
+    return _summed(timeline, rules)[0]
+
+
+def _summed(timeline: Timeline, rules: Rules) -> tuple[RankProfile, Collectives]:
+    """One GPU's decode steps by class, and its collectives step by step."""
     steps = find_steps(timeline, rules)
     count = len(steps.windows)
     tally = _Tally(timeline, rules, steps)
@@ -153,6 +226,8 @@ def summarise(timeline: Timeline, rules: Rules) -> RankProfile:
             us / count / step_us if step_us else 0.0,
             tally.count.get(name, 0) / count,
             tally.bytes.get(name, 0) / count,
+            tally.counted.get(name, 0) / count,
+            tally.counted_us.get(name, 0.0) / count,
             rules.levers[name],
         )
         for name, us in tally.us.items()
@@ -162,8 +237,9 @@ def summarise(timeline: Timeline, rules: Rules) -> RankProfile:
         for (name, kind), (times, us) in tally.kernels.items()
     ]
     busy = sum(us for name, us in tally.us.items() if name not in (IDLE, HOST))
-    return RankProfile(
+    found = RankProfile(
         timeline.rank,
+        "",
         count,
         steps.told_by,
         steps.left_out,
@@ -176,6 +252,7 @@ def summarise(timeline: Timeline, rules: Rules) -> RankProfile:
         tuple(sorted(kernels, key=lambda one: -one.kernel_us)),
         _largest_host({name: us / count for name, us in tally.host.items()}),
     )
+    return found, tally.collectives
 
 
 class _Tally:
@@ -192,6 +269,9 @@ class _Tally:
         self.kernel_us: dict[str, float] = {}
         self.count: dict[str, int] = {}
         self.bytes: dict[str, int] = {}
+        self.counted: dict[str, int] = {}
+        self.counted_us: dict[str, float] = {}
+        self.collectives: list[list[tuple[str, float]]] = [[] for _ in steps.windows]
         self.kernels: dict[tuple[str, str], tuple[int, float]] = {}
         self.host: dict[str, float] = {}
         self._host_work = HostWork(timeline.spans)
@@ -207,6 +287,9 @@ class _Tally:
                 window += 1
             if window < len(self._windows) and self._windows[window][0] <= activity.begin:
                 self._count(activity, kind)
+                if kind == COMMUNICATION:
+                    took = activity.end - activity.begin
+                    self.collectives[window].append((activity.name, took))
             else:
                 self.outside_us += activity.end - activity.begin
             yield activity.begin, activity.end, (kind, launch)
@@ -247,7 +330,11 @@ class _Tally:
         self.us.setdefault(kind, 0.0)
         self.kernel_us[kind] = self.kernel_us.get(kind, 0.0) + took
         self.count[kind] = self.count.get(kind, 0) + 1
-        self.bytes[kind] = self.bytes.get(kind, 0) + activity.bytes
+        # A drafter's collectives have bytes too, and its other kernels have none.
+        if activity.bytes and kind in (COPIES, COMMUNICATION):
+            self.bytes[kind] = self.bytes.get(kind, 0) + activity.bytes
+            self.counted[kind] = self.counted.get(kind, 0) + 1
+            self.counted_us[kind] = self.counted_us.get(kind, 0.0) + took
         times, us = self.kernels.get((activity.name, kind), (0, 0.0))
         self.kernels[activity.name, kind] = times + 1, us + took
 
@@ -274,6 +361,8 @@ def _mean_classes(
             us / step_us if step_us else 0.0,
             sum(one.count for one in same) / count,
             sum(one.bytes for one in same) / count,
+            sum(one.counted for one in same) / count,
+            sum(one.counted_us for one in same) / count,
             rules.levers[name],
         )
         for name, same in found.items()

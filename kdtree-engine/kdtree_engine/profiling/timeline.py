@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kdtree_engine.errors import ConfigError
+from kdtree_engine.profiling.collectives import link_bytes
 from kdtree_engine.profiling.reader import Progress, TraceFile
 from kdtree_engine.profiling.rules import REPLAY, Rules
 
@@ -61,7 +62,10 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Activity:
-    """A kernel, copy or fill on the GPU. bytes: of a copy or fill, 0 where the trace has none."""
+    """A kernel, copy or fill on the GPU.
+
+    bytes: of a copy or fill, or what a collective sends over a link; 0 where the trace has none.
+    """
 
     begin: float
     end: float
@@ -212,6 +216,8 @@ class _Process:
             if device not in self.gpus:
                 self.gpus[device] = Timeline("", ())
             correlation, nbytes = int(args.get("correlation", -1)), int(args.get("bytes", 0))
+            if "Collective name" in args:
+                nbytes = link_bytes(args)
             self.gpus[device].add(begin, end, name, correlation, nbytes)
         elif category in _HOST:
             if "correlation" in args and _LAUNCHES.search(name):

@@ -123,3 +123,23 @@ def test_a_trace_without_a_gpu_says_so(tmp_path: pathlib.Path) -> None:
     trace.span("step[DECODE bs=1]", 0, 10)
     with pytest.raises(ConfigError, match="no activity of a GPU"):
         profile([trace.write(tmp_path / "cpu.json")])
+
+
+def test_a_file_that_is_named_twice_is_no_second_rank(tmp_path: pathlib.Path) -> None:
+    path = two_rounds().write(tmp_path / "trace.json")
+    with pytest.raises(ConfigError, match="is named twice"):
+        profile([path, tmp_path / "." / "trace.json"])
+    (link := tmp_path / "other.json").symlink_to(path)
+    with pytest.raises(ConfigError, match="are one file"):
+        profile([path, link])
+
+
+def test_two_files_of_one_rank_are_no_two_ranks(tmp_path: pathlib.Path) -> None:
+    """Of two loads, say: their mean would be of neither."""
+    one = two_rounds().write(tmp_path / "1764-TP-0.trace.json")
+    other = two_rounds().write(tmp_path / "1765-TP-0.trace.json")
+    with pytest.raises(ConfigError, match=r"1764-TP-0\S+ and 1765-TP-0\S+ are both of TP0"):
+        profile([one, other])
+    merged = two_rounds("[TP00]").write(tmp_path / "merged.json", bare=True)
+    with pytest.raises(ConfigError, match="are both of TP00"):
+        profile([one, merged])
