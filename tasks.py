@@ -178,9 +178,12 @@ them; prefill is left out where SGLang's ranges tell it. The column us shares ea
 step out among the kernels that run in it, or gives it to idle gaps (the next kernel has been
 launched) or to host scheduling (it has not), so that the column adds up to the step. The column
 kernel us is the plain sum of their durations. Where there are several GPUs the figures are their
-means. GB/s are bytes that must be read, or that copies moved, by the kernels' time; of ceiling is
-that of the GPU's DRAM, and takes the note that lies beside a trace of kd's own. SGLang's profiler
-slows the host, so what the host does is overstated.
+means. GB/s are bytes that must be read, or that copies moved or collectives sent, by the kernels'
+time. Of ceiling is the larger share of the GPU's DRAM and bf16 flops, and takes the note that lies
+beside a trace of kd's own; of collectives it is that of the link, and takes NCCL's arguments in the
+trace, and --link or --link-bandwidth. What cannot be counted says why on stderr. Of collectives the
+table of ranks tells what is waiting for the last rank. SGLang's profiler slows the host, so what
+the host does is overstated.
 
 \b
 What tells steps apart:
@@ -1505,6 +1508,23 @@ def _say_timed(done: int, total: int, what: str) -> None:
     help="A saved trace to compare with. Repeatable.",
 )
 @click.option(
+    "--link",
+    metavar="NAME",
+    help="nvlink or pcie: what all-reduces are held against (default: their ceiling is not told).",
+)
+@click.option(
+    "--link-bandwidth",
+    type=_FiniteRange(1e-3, 1e6),
+    help="GB/s that a rank's link gives in one direction, for a link of yours.",
+)
+@click.option(
+    "--routing",
+    type=click.Path(exists=True, dir_okay=False, path_type=pathlib.Path),
+    metavar="FILE",
+    help="Recorded routing of the model, as kd moe --trace takes it (default: every expert is as "
+    "likely as another).",
+)
+@click.option(
     "--top",
     type=click.IntRange(0),
     default=10,
@@ -1526,6 +1546,9 @@ def profile_command(
     eager: bool,
     seed: int,
     earlier: tuple[pathlib.Path, ...],
+    link: str | None,
+    link_bandwidth: float | None,
+    routing: pathlib.Path | None,
     top: int,
     as_json: bool,
 ) -> None:
@@ -1536,7 +1559,8 @@ def profile_command(
     """
     from kdtree_engine.profiling.summary import profile
     from phases import profile_table as work
-    from phases.profile_ceiling import read_note
+    from phases.profile_ceiling import ceilings
+    from phases.profile_note import read_note
 
     sources = [traces or None, host_name, port, fresh]
     named = sum(source is not None for source in sources)
@@ -1546,30 +1570,60 @@ def profile_command(
     if traces:
         _no_use_of(ctx, "--trace", "contexts", "batches", "steps", "nodes", "eager", "seed")
     before = profile(earlier, progress=_Reading()) if earlier else None
-    found: list[tuple[Any, Any]] = []
+    rate, chosen = _link_rate(link, link_bandwidth), _recorded_routing(routing)
+    found: list[tuple[Any, Any, Any]] = []
     remarks: list[str] = []
+
+    def add(some: Sequence[pathlib.Path]) -> None:
+        one, note = profile(some, progress=_Reading()), read_note(some[0])
+        found.append((note, one, ceilings(one, note, rate, chosen)))
+
     if traces:
-        found.append((read_note(traces[0]), profile(traces, progress=_Reading())))
+        add(traces)
     else:
         points = _profile_points(contexts, batches)
         for one in _profiled(points, host_name, port, fresh, steps, nodes, not eager, seed):
-            found.append((read_note(one.traces[0]), profile(one.traces, progress=_Reading())))
+            add(one.traces)
             remarks.append(f"{one.point}: its traces lie beside {one.note}")
             if not as_json:
                 click.echo(f"{one.point}\n")
-                _print_profile(found[-1][1], before, top, found[-1][0])
+                _print_profile(found[-1][1], before, top, found[-1][2])
                 click.echo()
-    documents = [work.as_json(one, before, note) for note, one in found]
+    documents = [work.as_json(one, before, note, reached) for note, one, reached in found]
     if as_json:
         _print_json(documents[0] if traces else documents)
     elif traces:
-        _print_profile(found[0][1], before, top, found[0][0])
+        _print_profile(found[0][1], before, top, found[0][2])
     remarks += [line for document in documents for line in document["remarks"]]
     for line in dict.fromkeys(remarks):
         click.echo(f"kd: {line}", err=True)
-    profiles = [one for _, one in found] + ([before] if before is not None else [])
+    profiles = [one for _, one, _ in found] + ([before] if before is not None else [])
     told = all(rank.told_by != "whole" for one in profiles for rank in one.ranks)
     ctx.exit(ExitCode.PASSED if told else ExitCode.BLOCKED)
+
+
+def _link_rate(name: str | None, gb_s: float | None) -> Any:
+    """The link that collectives are held against; None where none is named."""
+    from kdtree_engine.gpus import LINKS
+    from phases.profile_ceiling import LinkRate
+
+    if name is not None and gb_s is not None:
+        raise click.UsageError("name only one of --link and --link-bandwidth")
+    if gb_s is not None:
+        return LinkRate("the link", gb_s * 1e9, "as given")
+    if name is None:
+        return None
+    if name not in LINKS:
+        raise UnknownName("link", name, LINKS)
+    return LinkRate(name, LINKS[name].sent, LINKS[name].source)
+
+
+def _recorded_routing(path: pathlib.Path | None) -> Any:
+    if path is None:
+        return None
+    from kdtree_engine.moe.trace import read_routing
+
+    return read_routing(path, top_k=8)
 
 
 def _no_use_of(ctx: click.Context, beside: str, *parameters: str) -> None:
@@ -1653,14 +1707,13 @@ def _profiled(
         )
 
 
-def _print_profile(found: Any, before: Any, top: int, note: Any) -> None:
+def _print_profile(found: Any, before: Any, top: int, reached: Any) -> None:
     from kdtree_engine.profiling.host import ELSEWHERE
     from phases import profile_table as work
-    from phases.profile_ceiling import attained
 
     _print_table(work.RANK_COLUMNS, work.rank_rows(found))
     click.echo()
-    _print_table(work.CLASS_COLUMNS, work.class_rows(found, attained(found, note)))
+    _print_table(work.CLASS_COLUMNS, work.class_rows(found, reached))
     if any(one.name != ELSEWHERE for one in found.host):
         click.echo()
         _print_table(work.HOST_COLUMNS, work.host_rows(found))

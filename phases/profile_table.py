@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kdtree_engine.profiling.comparison import ClassChange, compare
 from kdtree_engine.profiling.rules import COMMUNICATION
 from kdtree_engine.profiling.summary import KernelTime, Profile, RankProfile
-from phases.profile_ceiling import Attained, Note, attained, note_remarks
+from phases.profile_ceiling import Ceilings, ceiling_remarks
+from phases.profile_note import Note, note_remarks
 
 __all__ = [
     "CHANGE_COLUMNS",
@@ -65,11 +66,10 @@ def _collectives(rank: RankProfile) -> tuple[str, str]:
     return _us(one.kernel_us) if one else "", "" if rank.wait_us is None else _us(rank.wait_us)
 
 
-def class_rows(
-    profile: Profile, reached: Mapping[str, Attained] | None = None
-) -> list[tuple[str, ...]]:
-    """The largest class first, then the step that they add up to. reached: by class, if known."""
-    reached = reached or {}
+def class_rows(profile: Profile, found: Ceilings | None = None) -> list[tuple[str, ...]]:
+    """The largest class first, then the step that they add up to. found: the ceilings, if any."""
+    reached = found.attained if found else {}
+    missing = found.missing if found else {}
     rates = {name: one.gb_s for name, one in reached.items()}
     rows = [
         (
@@ -79,7 +79,9 @@ def class_rows(
             f"{one.count:.1f}" if one.count else "",
             _us(one.kernel_us) if one.count else "",
             "" if (rate := rates.get(one.name, one.gb_s)) is None else f"{rate:,.1f}",
-            f"{reached[one.name].fraction:.1%}" if one.name in reached else "",
+            f"{reached[one.name].fraction:.1%} {reached[one.name].ceiling}"
+            if one.name in reached
+            else "not counted" * (one.name in missing),
             one.lever,
         )
         for one in profile.classes
@@ -172,22 +174,31 @@ def _waiting(profile: Profile) -> list[str]:
 
 
 def as_json(
-    profile: Profile, before: Profile | None = None, note: Note | None = None
+    profile: Profile,
+    before: Profile | None = None,
+    note: Note | None = None,
+    found: Ceilings | None = None,
 ) -> dict[str, Any]:
     """All figures, with full names of kernels. note: of what was profiled, where there is one."""
     document: dict[str, Any] = {"version": 1, **_plain(profile)}
     if note is not None:
         document["of"] = dataclasses.asdict(note)
+    if found is not None:
         document["ceilings"] = {
-            name: dataclasses.asdict(one) for name, one in attained(profile, note).items()
+            name: dataclasses.asdict(one) for name, one in found.attained.items()
         }
+        document["not_counted"] = found.missing
     if before is not None:
         document["before"] = _plain(before)
         document["changes"] = [
             {**dataclasses.asdict(one), "change_us": one.change_us}
             for one in compare(before, profile)
         ]
-    document["remarks"] = [*note_remarks(profile, note), *remarks(profile, before)]
+    document["remarks"] = [
+        *note_remarks(profile, note),
+        *remarks(profile, before),
+        *(ceiling_remarks(found) if found else ()),
+    ]
     return document
 
 

@@ -43,7 +43,7 @@ _FEW, _TIMED, _TIMED_PASSES = 2, 130, 3  # tokens of short and long timed answer
 _WARM = 16  # tokens of the untimed answer: it compiles, and fills the cache with the prompts
 _TOLD = (
     *("version", "model_path", "dtype", "kv_cache_dtype", "tp_size", "dp_size", "pp_size"),
-    "enable_dp_attention",
+    *("enable_dp_attention", "quantization"),
     *("ep_size", "attention_backend", "speculative_algorithm", "speculative_num_draft_tokens"),
     *("speculative_num_steps", "speculative_eagle_topk", "disable_cuda_graph"),
     *("disable_overlap_schedule", "page_size", "context_length", "max_req_input_len"),
@@ -54,7 +54,7 @@ _SHAPES = (
     *("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"),
     *("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "q_lora_rank"),
     *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "intermediate_size"),
-    *("first_k_dense_replace", "n_shared_experts"),
+    *("first_k_dense_replace", "n_shared_experts", "moe_layer_freq"),
 )
 """What is passed on of a model's config.json."""
 
@@ -407,7 +407,10 @@ def _await(look: Callable[[], Any], limit_s: float, pause_s: float = _POLL_S) ->
 
 
 def model_of(about: dict[str, Any]) -> dict[str, Any]:
-    """The shapes that the model's config.json names, of `_SHAPES`; nothing where it has none."""
+    """The shapes that the model's config.json names, of `_SHAPES`, and how it keeps its weights.
+
+    Nothing where it has none.
+    """
     path = pathlib.Path(str(about.get("model_path") or "")) / "config.json"
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
@@ -415,9 +418,30 @@ def model_of(about: dict[str, Any]) -> dict[str, Any]:
         return {}
     if not isinstance(said, dict):
         return {}
+    whole = said
     if isinstance(said.get("text_config"), dict):  # of a model that also sees
         said = said["text_config"]
-    return {name: said[name] for name in _SHAPES if isinstance(said.get(name), int)}
+    shapes = {name: said[name] for name in _SHAPES if isinstance(said.get(name), int)}
+    return {**shapes, **_weights(said.get("quantization_config", whole.get("quantization_config")))}
+
+
+def _weights(told: Any) -> dict[str, Any]:
+    """quant_method, and of groups of weights weight_bits and weight_group, as far as it is told.
+
+    told: a config's quantization_config: `bits` and `group_size`, or compressed-tensors' groups.
+    """
+    if not isinstance(told, dict):
+        return {}
+    groups = told.get("config_groups")
+    first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
+    inner = first.get("weights") if isinstance(first, dict) else told
+    inner = inner if isinstance(inner, dict) else {}
+    bits, group = inner.get("num_bits", inner.get("bits")), inner.get("group_size")
+    return {
+        "quant_method": str(told.get("quant_method")),  # one that is not told is none we know
+        **({"weight_bits": bits} if isinstance(bits, int) else {}),
+        **({"weight_group": group} if isinstance(group, int) else {}),
+    }
 
 
 def main(request: dict[str, Any]) -> None:

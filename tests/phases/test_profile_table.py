@@ -109,6 +109,25 @@ def test_ranks_are_shown_each_with_what_it_waits_for_the_others(tmp_path: pathli
     assert [rank["wait_us"] for rank in told["ranks"]] == [20, 2]
 
 
+def test_the_link_is_named_by_the_caller(tmp_path: pathlib.Path) -> None:
+    paths = [
+        one_of_two_ranks(rank).write(tmp_path / f"1764-TP-{rank}.trace.json.gz") for rank in (0, 1)
+    ]
+    both = ("--trace", paths[0], "--trace", paths[1])
+    run = kd(*both)
+    assert "not counted" in run.stdout
+    assert "communication: not counted: what the link gives is not known" in run.stderr
+    run = kd(*both, "--link-bandwidth", 3.6864)
+    assert "50.0% link" in run.stdout
+    assert "the link, 3.7 GB/s a direction: as given; no waiting" in run.stderr
+    told = json.loads(kd(*both, "--link", "pcie", "--json").stdout)
+    assert told["ceilings"]["communication"]["of"] == "pcie"
+    assert told["not_counted"] == {}
+    assert "rtx6kpro" in told["ceilings"]["communication"]["basis"]
+    assert kd(*both, "--link", "pcie", "--link-bandwidth", 1).exit_code == 2
+    assert "did you mean pcie?" in str(kd(*both, "--link", "pci").exception)
+
+
 def test_ranks_whose_collectives_differ_are_not_compared(tmp_path: pathlib.Path) -> None:
     found = profile(
         [

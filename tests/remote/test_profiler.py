@@ -278,3 +278,41 @@ def test_sent_to_a_host_it_answers_in_one_line(tmp_path: pathlib.Path) -> None:
         )
     (line,) = done.stdout.decode().splitlines()
     assert json.loads(line)["done"]["traces"]
+
+
+INT4 = {"num_bits": 4, "group_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, {"quant_method": "fp8"}),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}},
+            {"quant_method": "gptq", "weight_bits": 4, "weight_group": 128},
+        ),
+        (  # as Kimi K2.6 has it, of its text model
+            {
+                "text_config": {
+                    "quantization_config": {
+                        "quant_method": "compressed-tensors",
+                        "config_groups": {"group_0": {"weights": INT4}},
+                    }
+                }
+            },
+            {"quant_method": "compressed-tensors", "weight_bits": 4, "weight_group": 32},
+        ),
+        (
+            {"text_config": {}, "quantization_config": {"quant_method": "awq"}},
+            {"quant_method": "awq"},
+        ),
+        ({"quantization_config": {"config_groups": {"group_0": 3}}}, {"quant_method": "None"}),
+        ({"quantization_config": []}, {}),
+        ({"quantization_config": {"quant_method": "x", "bits": "4"}}, {"quant_method": "x"}),
+    ],
+)
+def test_how_a_model_keeps_its_weights_is_told(
+    config: dict[str, Any], told: dict[str, Any], tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert profiler.model_of({"model_path": str(tmp_path)}) == told

@@ -29,6 +29,14 @@ class Link:
     bandwidth: float
     source: str
 
+    @property
+    def sent(self) -> float:
+        """Bytes a second that each rank sends then: 2 * 7 / 8 of a message, in a ring of 8.
+
+        nccl-tests calls it the bus bandwidth (its doc/PERFORMANCE.md).
+        """
+        return self.bandwidth * 2 * (1 - 1 / _RANKS)
+
     def seconds(self, message: _Bytes, ranks: int = _RANKS) -> _Bytes:
         """message: bytes, any shape, and the answer's.
 
