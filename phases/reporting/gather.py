@@ -12,7 +12,7 @@ from phases.reporting.experts import experts_section, predicted
 from phases.reporting.gates import gates_headline, gates_section
 from phases.reporting.kept import Kept
 from phases.reporting.kernel import kernel_headlines, kernel_section, roofline_section
-from phases.reporting.model import Report
+from phases.reporting.model import Report, writable
 from phases.reporting.profiles import profiles_section
 from phases.reporting.service import service_headline, service_section
 from phases.reporting.slots import slots_headline, slots_section
@@ -22,7 +22,11 @@ __all__ = ["gather"]
 
 
 def gather(kept: Kept, checkout: Checkout, predict: Callable[[], Imbalance] = predicted) -> Report:
-    """predict: makes the MoE prediction, which takes seconds."""
+    """predict: makes the MoE prediction, which takes seconds.
+
+    What is kept may have been written by another program, so of its texts only what every rendering
+    can write is taken over.
+    """
     commit, dirty = checkout.revision()
     revision = (commit or "unknown")[:12] + (" with changes" if dirty else "")
     headlines = (
@@ -31,7 +35,7 @@ def gather(kept: Kept, checkout: Checkout, predict: Callable[[], Imbalance] = pr
         service_headline(kept),
         slots_headline(kept),
     )
-    return Report(
+    found = Report(
         f"{now():%Y-%m-%d %H:%M} UTC",
         revision,
         tuple(one for one in headlines if one is not None),
@@ -47,3 +51,4 @@ def gather(kept: Kept, checkout: Checkout, predict: Callable[[], Imbalance] = pr
             unmeasured_section(kept),
         ),
     )
+    return writable(found)

@@ -19,8 +19,8 @@ import pydantic
 from kdtree_engine.build import sources_digest
 from kdtree_engine.errors import ConfigError
 from phases.checkout import Checkout
-from phases.evidence import Evidence, GateRecord, Record, Store
-from phases.gate import Status
+from phases.evidence import Evidence, GateRecord, Record, Store, load_record
+from phases.gate import Status, Unit
 from phases.phase import Phase
 from phases.plan import Plan, load_plans
 from phases.reporting.model import Missing, Source, Standing
@@ -30,6 +30,10 @@ __all__ = ["Document", "Kept", "KeptGate", "documents", "place_of", "read_kept"]
 ENDED = (Status.PASSED, Status.FAILED, Status.ERROR)
 _LARGEST = 32 << 20
 """Bytes of a document: what is larger was not written by `kd`."""
+_MOST = 1e20
+"""No figure is as large; sums, products and plots of what is below it stay finite."""
+_ANY_SMALL = (Unit.PROBABILITY, Unit.RELATIVE_ERROR)
+"""Others that are next to nothing, such as times, would give endless ratios."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,10 +123,7 @@ def read_kept(
     """
     folder = folder or checkout.kept_evidence
     store = Store(checkout.evidence, folder, checkout.root)
-    records = {
-        _below(checkout.root, folder / f"{name}.json"): record
-        for name, record in store.kept_records().items()
-    }
+    records = {_below(checkout.root, path): _record(path) for path in sorted(folder.glob("*.json"))}
     gates: dict[str, list[KeptGate]] = {}
     for file, record in sorted(records.items(), key=lambda item: item[1].run, reverse=True):
         for name, evidence in store.among([record], phases).items():
@@ -135,6 +136,23 @@ def read_kept(
         records,
         {name: tuple(known) for name, known in gates.items()},
     )
+
+
+def _record(path: pathlib.Path) -> Record:
+    """Also raises ConfigError for one that no run wrote: its figures could not be shown."""
+    try:
+        record = load_record(path)
+    except UnicodeEncodeError:  # of what a model says of a field with half of a surrogate pair
+        raise ConfigError(f"{path}: a name in it has a character that UTF-8 cannot write") from None
+    for gate in record.gates:
+        for figure in gate.figures:
+            tiny = 0 < abs(figure.value) < 1 / _MOST and figure.unit not in _ANY_SMALL
+            if tiny or abs(figure.value) >= _MOST:
+                raise ConfigError(
+                    f"{path}: the figure {figure.name!r} of {gate.gate} is {figure.value:.3g}, "
+                    f"expected one between {1 / _MOST:.0e} and {_MOST:.0e}"
+                )
+    return record
 
 
 def place_of(record: Record) -> str:
@@ -244,7 +262,12 @@ def _unread(file: str, error: Exception) -> Missing:
 def _read(path: pathlib.Path) -> list[dict[str, Any]]:
     if path.stat().st_size > _LARGEST:
         raise ValueError(f"it has {path.stat().st_size} bytes")
-    raw = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
+    raw = json.loads(
+        path.read_text(encoding="utf-8"),
+        parse_constant=_refuse,
+        parse_int=lambda text: int(_within(text)),
+        parse_float=lambda text: float(_within(text)),
+    )
     listed = raw if isinstance(raw, list) else [raw]
     if not listed or not all(isinstance(one, dict) for one in listed):
         raise TypeError("it is no JSON object, nor a list of them")
@@ -253,6 +276,14 @@ def _read(path: pathlib.Path) -> list[dict[str, Any]]:
 
 def _refuse(constant: str) -> float:
     raise ValueError(f"{constant} is no number of JSON")
+
+
+def _within(text: str) -> str:
+    """A number as it stands there, if it is one that can have been measured."""
+    if abs(float(text)) >= _MOST:
+        shown = text if len(text) < 20 else f"{text[:12]}... of {len(text)} characters"
+        raise ValueError(f"the number {shown} is too large, expected less than {_MOST:.0e}")
+    return text
 
 
 def _below(root: pathlib.Path, path: pathlib.Path) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import unicodedata
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 __all__ = [
     "BarPanel",
@@ -38,6 +39,7 @@ __all__ = [
     "Waterfall",
     "as_json",
     "number",
+    "writable",
 ]
 
 
@@ -397,6 +399,30 @@ def as_json(report: Report) -> dict[str, Any]:
             for block, fields in zip(section.blocks, plain["blocks"], strict=True)
         ]
     return {"version": 1, **document}
+
+
+_Value = TypeVar("_Value")
+
+
+def writable(value: _Value) -> _Value:
+    """The same with a `?` in its texts for each character that not every rendering can write.
+
+    Those are what moves a terminal's cursor, and what UTF-8 has no bytes for: half of a surrogate
+    pair, which JSON may escape by itself. value: a report, or any part of one.
+    """
+    found: Any = value
+    if isinstance(value, str) and not isinstance(value, enum.Enum):
+        found = "".join("?" if _moves(char) else char for char in value)
+    elif isinstance(value, tuple):
+        found = tuple(map(writable, value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = {one.name: writable(getattr(value, one.name)) for one in dataclasses.fields(value)}
+        found = dataclasses.replace(value, **parts)
+    return cast(_Value, found)
+
+
+def _moves(char: str) -> bool:
+    return char not in "\n\t" and unicodedata.category(char) in ("Cc", "Cs")
 
 
 def number(value: float) -> str:

@@ -25,7 +25,9 @@ class Scale:
     def __call__(self, value: float) -> float:
         value = min(max(value, self.low), self.high)
         if self.log:
-            share = math.log(value / self.low) / math.log(self.high / self.low)
+            # No quotient of values: one of the smallest numbers below it has none.
+            low, high = math.log(self.low), math.log(self.high)
+            share = (math.log(value) - low) / (high - low)
         else:
             share = (value - self.low) / (self.high - self.low)
         return self.start + share * (self.end - self.start)

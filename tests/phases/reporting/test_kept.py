@@ -10,6 +10,8 @@ import pytest
 from kept_evidence import CPU, H200, blocked, ended, keep, read
 
 from kdtree_engine.build import sources_digest
+from kdtree_engine.errors import ConfigError
+from phases.gate import Unit
 from phases.reporting.kept import documents
 from phases.reporting.model import Standing
 
@@ -126,3 +128,44 @@ def test_what_cannot_be_read_is_said_and_the_rest_is_shown(
     ((bad),) = broken
     assert bad.what.endswith("bad.json")
     assert complaint in bad.why
+
+
+@pytest.mark.parametrize(
+    ("told", "complaint"),
+    [
+        ("1" + 400 * "0", "the number 100000000000... of 401 characters is too large"),
+        ("1e400", "the number 1e400 is too large, expected less than 1e+20"),
+        ("-1e308", "the number -1e308 is too large"),
+    ],
+)
+def test_a_number_that_nothing_measured_is_said_and_not_computed_with(
+    tmp_path: pathlib.Path, told: str, complaint: str
+) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/a.json").write_text(f'{{"name": "n", "any": [{{"deep": {told}}}]}}')
+    found, (broken,) = documents(read(tmp_path), "x", Named)
+    assert not found
+    assert complaint in broken.why
+
+
+@pytest.mark.parametrize("value", [1e20, -1e308, 1e-320])
+def test_a_record_with_such_a_figure_is_named(tmp_path: pathlib.Path, value: float) -> None:
+    figures = (("all cases", value, Unit.COUNT),)
+    keep(tmp_path, "a", ended("tree-properties", figures))
+    with pytest.raises(ConfigError, match=r"a\.json: the figure 'all cases' of tree-properties is"):
+        read(tmp_path)
+
+
+def test_a_probability_may_be_as_small_as_it_is(tmp_path: pathlib.Path) -> None:
+    keep(tmp_path, "a", ended("tree-properties", (("p-value", 1e-200, Unit.PROBABILITY),)))
+    assert read(tmp_path).records
+
+
+def test_a_field_that_cannot_be_written_is_an_error_of_that_file(tmp_path: pathlib.Path) -> None:
+    """A proof's phase must be the gate's: that it is not is said with the phase's name."""
+    keep(tmp_path, "a", ended("paged-speed", (("4k", 1.0, Unit.MICROSECONDS),)))
+    fields = json.loads((tmp_path / "a.json").read_text())
+    fields["gates"][0]["proof"]["phase"] = "\ud800"
+    (tmp_path / "a.json").write_text(json.dumps(fields))
+    with pytest.raises(ConfigError, match=r"a\.json: a name in it has a character that UTF-8"):
+        read(tmp_path)
