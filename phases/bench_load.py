@@ -36,7 +36,7 @@ from kdtree_engine.library import library_path
 from kdtree_engine.machine import Machine
 from phases.checkout import Checkout
 from phases.evidence import new_run_id, now
-from phases.load_client import ClientFailed, Order, Tick, running
+from phases.load_client import TOO_MANY, ClientFailed, Order, Tick, running
 from phases.load_live import Live, told, vocabulary
 from phases.load_point import Point
 from phases.load_prompts import Prompts, drawn, read_prompts
@@ -143,7 +143,8 @@ class LoadBench:
     def right(self) -> bool:
         """Whether all was measured, every request answered, no slot lost and no token wrong.
 
-        Where there is a reference, a point of which no answer was held against it is not right.
+        Where there is a reference, a point of which no answer was held against it is not right, nor
+        is one with more different answers to a prompt than are kept: the rest may be anything.
 
         What a live server's tokens part by under load is on record and does not count here, as how
         much rounding moves that model's is not known.
@@ -157,8 +158,11 @@ class LoadBench:
             and all(point.right for point in self.points)
             and not any(self.leaked.values())
             and (self.live or all(one.near_tie for one in every))
-            and (self.live or not self.references or all(map(self.judged, self.points)))
+            and (self.live or not self.references or all(map(self._all_judged, self.points)))
         )
+
+    def _all_judged(self, point: Point) -> bool:
+        return bool(self.judged(point)) and not point.unjudged[TOO_MANY]
 
     def judged(self, point: Point) -> int:
         """Answers of a point that there is something to compare with."""

@@ -39,7 +39,7 @@ import signal
 import ssl
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 
 from kdtree_engine.errors import KdError
@@ -48,7 +48,20 @@ from phases.load_prompts import Prompts
 from phases.load_stream import Events, Pieces, StreamBroken
 from phases.service import Tokens
 
-__all__ = ["DRAIN", "MEASURED", "RAMP", "ClientFailed", "Order", "Running", "Tick", "running"]
+__all__ = [
+    "DRAIN",
+    "MEASURED",
+    "MOST_FORMS",
+    "OTHER_PROMPT",
+    "RAMP",
+    "TOO_MANY",
+    "UNTOLD",
+    "ClientFailed",
+    "Order",
+    "Running",
+    "Tick",
+    "running",
+]
 
 RAMP, MEASURED, DRAIN = "ramp", "measured", "drain"
 
@@ -60,8 +73,12 @@ _MANY_ERRORS = 10
 _OF_SILENCE = 5
 """As so many errors counts one that took so long to be found."""
 _MOST_SAID = 3
-_MOST_FORMS = 8
-"""Different answers to one prompt that are kept to be compared."""
+MOST_FORMS = 64
+"""Different answers to one prompt that are kept to be compared: memory, where each is another."""
+TOO_MANY = f"differ from the {MOST_FORMS} different ones that are kept of their prompt"
+OTHER_PROMPT = "are of prompts of which no answer is kept"
+UNTOLD = "came without token ids"
+"""Why an answer is not compared."""
 _STOP_S = 5.0
 
 
@@ -103,7 +120,8 @@ class Tick:
     answers: of requests that began while it was measured; errors: of all, by kind.
     produced, verified: tokens that verifications gave, and verifications, of ended answers.
     busy: of the processor's time of one core, the share that the client took. late: of its clock.
-    forms: new answers to prompts that are judged, as (prompt, tokens).
+    forms: new answers to prompts that are judged, as (prompt, tokens). unjudged: answers that are
+    neither there nor like one that was, by why.
     """
 
     at: float
@@ -121,6 +139,7 @@ class Tick:
     errors: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     said: list[str] = dataclasses.field(default_factory=list)
     forms: list[tuple[int, Tokens]] = dataclasses.field(default_factory=list)
+    unjudged: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     first_token: Histogram = dataclasses.field(default_factory=Histogram)
     inter_token: Histogram = dataclasses.field(default_factory=Histogram)
     chunk_gap: Histogram = dataclasses.field(default_factory=Histogram)
@@ -414,14 +433,24 @@ class _Client:
         if request.counts:
             tick.answers += 1
             tick.answer.add(request.last - request.begun)
-        prompt = self.order.prompts.number(request.number)
-        forms = self._forms.setdefault(prompt, set()) if self._is_judged(prompt) else None
-        tokens = request.pieces.tokens
-        if forms is not None and tokens is not None and len(forms) < _MOST_FORMS:
-            form = tuple(tokens)
-            if form not in forms:
-                forms.add(form)
-                tick.forms.append((prompt, form))
+        self._keep(self.order.prompts.number(request.number), request.pieces.tokens)
+
+    def _keep(self, prompt: int, tokens: Sequence[int] | None) -> None:
+        """An answer, where it is the first of its kind; else why it will not be compared."""
+        if not self._is_judged(prompt):
+            self._tick.unjudged[OTHER_PROMPT] += 1
+            return
+        if tokens is None:
+            self._tick.unjudged[UNTOLD] += 1
+            return
+        forms, form = self._forms.setdefault(prompt, set()), tuple(tokens)
+        if form in forms:
+            return
+        if len(forms) == MOST_FORMS:
+            self._tick.unjudged[TOO_MANY] += 1
+            return
+        forms.add(form)
+        self._tick.forms.append((prompt, form))
 
     def _is_judged(self, prompt: int) -> bool:
         begin = self.order.first if self.order.prompts.fresh else 0

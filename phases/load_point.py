@@ -67,7 +67,8 @@ class Point:
     """server: its name. length: of the prompts, 0 where a file has them. window_s: of `windows`.
 
     why: it ended before its time; empty where it did not. forms: the different answers to each
-    prompt. together: chunks that came in one read with the one before them.
+    prompt. unjudged: answers that will not be compared, by why. together: chunks that came in one
+    read with the one before them.
     """
 
     server: str
@@ -90,6 +91,7 @@ class Point:
     errors: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     said: list[str] = dataclasses.field(default_factory=list)
     forms: dict[int, list[Tokens]] = dataclasses.field(default_factory=dict)
+    unjudged: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     windows: list[Window] = dataclasses.field(default_factory=list)
     first_token: Histogram = dataclasses.field(default_factory=Histogram)
     inter_token: Histogram = dataclasses.field(default_factory=Histogram)
@@ -109,6 +111,7 @@ class Point:
         self.answer.merge(tick.answer)
         for prompt, form in tick.forms:
             self.forms.setdefault(prompt, []).append(form)
+        self.unjudged.update(tick.unjudged)
         if tick.stage != MEASURED:
             return None
         self.busy = self._mean(self.busy, self.seconds, tick.busy, tick.seconds)
@@ -213,6 +216,7 @@ class Point:
                 "late_seconds": self.late.as_json(),
                 "bound": self.client_bound or None,
             },
+            "answers_not_judged": dict(self.unjudged),
             "answers_differ": {
                 str(prompt): len(forms) for prompt, forms in self.forms.items() if len(forms) > 1
             },

@@ -87,6 +87,10 @@ def remarks(bench: LoadBench) -> list[str]:
                 f"{point.where}: {slots} KV slots hold fewer than these requests at once; the "
                 "server lets some wait"
             )
+        lines += [
+            f"{point.where}: {count} answers were not judged: they {why}"
+            for why, count in point.unjudged.items()
+        ]
         if len(point.windows) > 2:
             found = drift(point.windows)
             lines.append(

@@ -26,7 +26,7 @@ from phases import bench_load as bench
 from phases import load_table
 from phases.bench_load import LoadBench, Plan
 from phases.checkout import Checkout
-from phases.load_client import MEASURED, Tick
+from phases.load_client import MEASURED, OTHER_PROMPT, TOO_MANY, Tick
 from phases.load_live import Live, vocabulary
 from phases.load_point import Point
 from phases.service import Service, ServiceFailed
@@ -183,6 +183,18 @@ def test_a_server_with_other_tokens_is_not_right(tmp_path: pathlib.Path) -> None
     assert "near-ties of" in load_table.rows(near)[0][-1]
 
 
+def test_more_different_answers_than_are_kept_are_not_right(tmp_path: pathlib.Path) -> None:
+    """Those that are kept are near-ties; nobody looked at the others."""
+    found, _ = benched(tmp_path, PacedStart(kdtree_mla_trees=PacedServer("near-tie")))
+    assert found.right
+    found.points[0].unjudged[TOO_MANY] += 3
+    assert not found.right
+    assert "3 answers were not judged: they differ from the 64" in " ".join(
+        load_table.remarks(found)
+    )
+    assert found.points[0].as_json()["answers_not_judged"] == {TOO_MANY: 3}
+
+
 def test_what_was_held_against_nothing_is_not_right(tmp_path: pathlib.Path) -> None:
     found, document = benched(tmp_path, PacedStart(kdtree_mla_trees=PacedServer("no ids")))
     assert document["points"][0]["answers_judged"] == 0
@@ -261,6 +273,9 @@ def test_fresh_prompts_are_new_to_every_request_and_the_first_are_judged(
     found, document = benched(tmp_path, PacedStart(**servers), plan)
     assert found.right
     assert all(one["answers_judged"] > 0 for one in document["points"])
+    assert {why for one in document["points"] for why in one["answers_not_judged"]} <= {
+        OTHER_PROMPT
+    }
     for server in servers.values():
         sent = [tuple(body["input_ids"]) for body in server.streamed]
         assert len(set(sent)) == len(sent)

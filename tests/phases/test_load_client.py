@@ -15,7 +15,20 @@ from typing import Any
 import pytest
 from paced_server import PacedServer, right_tokens
 
-from phases.load_client import DRAIN, MEASURED, RAMP, ClientFailed, Order, Tick, running
+from phases.load_client import (
+    DRAIN,
+    MEASURED,
+    MOST_FORMS,
+    OTHER_PROMPT,
+    RAMP,
+    TOO_MANY,
+    UNTOLD,
+    ClientFailed,
+    Order,
+    Tick,
+    _Client,
+    running,
+)
 from phases.load_point import Point
 from phases.load_prompts import drawn
 
@@ -178,3 +191,33 @@ def test_a_client_that_dies_is_an_error() -> None:
         with running(order) as client, pytest.raises(ClientFailed, match="died"):
             list(client.ticks())
     assert not server.streamed
+
+
+def test_answers_beyond_those_that_are_kept_are_counted() -> None:
+    """Each answer is another: of one prompt, as the others are not judged."""
+    with paced("drifts", pace_s=0.001) as server:
+        point, _, _ = loaded(server.url, concurrency=8, seconds=3.0, judged=1)
+    assert set(point.forms) == {0}
+    kept = len(point.forms[0])
+    assert kept <= MOST_FORMS
+    assert (point.unjudged[TOO_MANY] > 0) == (kept == MOST_FORMS)
+    ended = point.requests - point.failed
+    assert kept + point.unjudged[TOO_MANY] + point.unjudged[OTHER_PROMPT] == ended
+
+
+def test_answers_without_ids_are_counted() -> None:
+    with paced("no ids", pace_s=0.001) as server:
+        point, _, _ = loaded(server.url, concurrency=2)
+    assert point.forms == {}
+    assert point.unjudged == {UNTOLD: point.requests}
+
+
+def test_the_client_keeps_so_many_and_counts_the_rest() -> None:
+    """Without a server: what an answer's end does."""
+    client = _Client(Order("http://127.0.0.1:1", PROMPTS, NEW, 1.0, concurrency=1, judged=1), None)  # type: ignore[arg-type]
+    for answer in range(MOST_FORMS + 5):
+        client._keep(0, [answer])
+    client._keep(0, [3])  # one that is kept
+    client._keep(2, [3])
+    assert len(client._tick.forms) == MOST_FORMS
+    assert client._tick.unjudged == {TOO_MANY: 5, OTHER_PROMPT: 1}

@@ -33,9 +33,10 @@ def right_tokens(prompt: list[int] | str, count: int) -> list[int]:
 class PacedServer:
     """pace_s: between two chunks of an answer. a_chunk: tokens of one, the first one's is 1.
 
-    faults, of every `every`-th request: `http 500`, `error`, `abort`, `closes`, `resets`, `hangs`,
-    `short`, `garbage`; of all requests: `wrong` (the last streamed token), `near-tie` (the third),
-    `leaks`, `runs on` (a request that never ends), `silent` (no byte at all), `no probabilities`.
+    faults, of every `every`-th request: `http 500`, `error`, `abort`, `closes`, `resets`,
+    `hangs`, `short`, `garbage`; of all requests: `wrong` (the last streamed token), `near-tie`
+    (the third), `drifts` (the last one is another each time), `leaks`, `runs on` (a request
+    that never ends), `silent` (no byte at all), `no probabilities`.
     """
 
     def __init__(
@@ -149,6 +150,8 @@ class PacedServer:
         tokens = right_tokens(body.get("input_ids", body.get("text")), count)
         if "wrong" in self.faults:
             tokens[-1] += 3
+        if "drifts" in self.faults:
+            tokens[-1] += 100 + len(self.streamed)
         if "near-tie" in self.faults:
             tokens[2] += 1
         if "silent" in self.faults:
