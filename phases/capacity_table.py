@@ -171,6 +171,7 @@ def remarks(found: Capacity) -> Iterator[str]:
         f"usable (assumed); room for {first.memory.room:,} tokens"
     )
     yield _label(found)
+    yield from _extrapolated(found)
     yield _accepted(found)
     yield from _calibrated(found)
     yield (
@@ -216,7 +217,23 @@ def _label(found: Capacity) -> str:
         parts = "no part of it was calibrated there"
     if any(one.basis == "prediction" for one in found.steps):
         return f"prediction: {what} was never measured; {parts}"
+    if any(one.basis == "extrapolated" for one in found.steps):
+        return f"extrapolated: {what} was measured, and its attention in no regime around these"
     return f"calibrated: {what} was measured, at other contexts or these"
+
+
+def _extrapolated(found: Capacity) -> Iterator[str]:
+    """Which rows ask the attention's fit for what was not measured around."""
+    rows = [
+        f"{step.load.context} x {step.load.batch}"
+        for step in found.steps
+        if any((one.name, one.basis) == ("attention", "extrapolated") for one in step.components)
+    ]
+    if rows:
+        yield (
+            f"attention is extrapolated at {', '.join(rows)} (context x batch): the regimes that "
+            "were measured on that GPU do not lie around it"
+        )
 
 
 def _accepted(found: Capacity) -> str:

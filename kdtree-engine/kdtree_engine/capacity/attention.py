@@ -18,6 +18,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from kdtree_engine.capacity.hull import Point, inside
 from kdtree_engine.errors import ConfigError
 from kdtree_engine.gpus import Gpu
 from kdtree_engine.tuning import Table, TimedRegime, table_of
@@ -59,7 +60,7 @@ class AttentionFit:
 
     architecture: whose tiles and body it is of. device: the GPU it was measured on.
     fixed: seconds of a launch. bandwidth_share, flops_share: of the ceilings, in 0..1.
-    largest: of batch, packed rows and prefix that were measured; beyond, it is no calibration.
+    measured: what it was fitted to; what does not lie among these is no calibration.
     """
 
     architecture: str
@@ -67,11 +68,20 @@ class AttentionFit:
     fixed: float
     bandwidth_share: float
     flops_share: float
-    largest: tuple[int, int, int]
+    measured: tuple[Regime, ...]
 
     def covers(self, regime: Regime) -> bool:
-        asked = (regime.batch, regime.rows, regime.prefix)
-        return all(one <= most for one, most in zip(asked, self.largest, strict=True))
+        """Whether it lies among the measured regimes.
+
+        That is in their convex hull, by the logarithms of batch, packed rows and prefix. To be
+        below the largest of each would not do: many requests, many rows and a long prefix were
+        measured each alone, and all three together are far from anything that was.
+        """
+        return inside(_place(regime), tuple(map(_place, self.measured)))
+
+
+def _place(regime: Regime) -> Point:
+    return math.log2(regime.batch), math.log2(regime.rows), math.log2(1 + regime.prefix)
 
 
 def body_of(architecture: str) -> str:
@@ -135,12 +145,8 @@ def fit_attention(timed: Sequence[TimedRegime], gpu: Gpu, architecture: str) -> 
         return sum(squares), fixed, read, product
 
     _, fixed, read, product = min(tried(read, product) for read in _SHARES for product in _SHARES)
-    largest = tuple(
-        max(getattr(_regime(one), name) for one in timed) for name in ("batch", "rows", "prefix")
-    )
-    return AttentionFit(
-        architecture, gpu.device, fixed, read, product, (largest[0], largest[1], largest[2])
-    )
+    measured = tuple(map(_regime, timed))
+    return AttentionFit(architecture, gpu.device, fixed, read, product, measured)
 
 
 def _regime(timed: TimedRegime) -> Regime:

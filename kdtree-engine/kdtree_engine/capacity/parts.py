@@ -13,10 +13,11 @@ Bound = Literal["bytes", "flops", "latency", "link"]
 between GPUs."""
 BOUNDS: tuple[Bound, ...] = ("bytes", "flops", "latency", "link")
 
-Basis = Literal["given", "calibrated", "prediction"]
-"""given: by the caller. calibrated: a formula fitted to measurements on that GPU, within the range
-that was measured. prediction: anything else."""
-BASES: tuple[Basis, ...] = ("given", "calibrated", "prediction")
+Basis = Literal["given", "calibrated", "extrapolated", "prediction"]
+"""given: by the caller. calibrated: a formula fitted to measurements on that GPU, asked for what
+lies among them. extrapolated: the same formula, asked for what does not. prediction: anything
+else, such as a GPU on which nothing was measured."""
+BASES: tuple[Basis, ...] = ("given", "calibrated", "extrapolated", "prediction")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,6 +31,9 @@ __all__ = [
 ]
 
 
+_MEASURED_TOGETHER = ("host", "dense", "attention")
+
+
 @dataclasses.dataclass(frozen=True)
 class Host:
     """Seconds of a step that belong to the host: scheduling, n-gram drafting, sampling.
@@ -159,9 +162,9 @@ def decode_step(service: Service, load: Load, fit: AttentionFit, host: Host) -> 
         Component("host", {"latency": seconds}, "prediction"),
     )
     if host.measured(service, load):
-        # The host's share was taken with the dense products in place: it has what they are off.
+        # The host's share was taken with the others in place: it has what they are off.
         parts = tuple(
-            dataclasses.replace(one, basis="calibrated") if one.name in ("host", "dense") else one
+            dataclasses.replace(one, basis="calibrated") if one.name in _MEASURED_TOGETHER else one
             for one in parts
         )
     return Step(load, parts, memory_for(service, load))
@@ -225,9 +228,11 @@ def _attention(service: Service, fit: AttentionFit, regime: Regime) -> Component
         raise ConfigError(f"a fit of {fit.architecture} is none of {gpu.architecture}")
     fixed, read, product = attention_parts(fit, gpu, regime)
     bound: Bound = "bytes" if read >= product else "flops"
-    known = fit.device == gpu.device and fit.covers(regime)
+    basis: Basis = "prediction"
+    if fit.device == gpu.device:
+        basis = "calibrated" if fit.covers(regime) else "extrapolated"
     parts: dict[Bound, float] = {"latency": layers * fixed, bound: layers * max(read, product)}
-    return Component("attention", parts, "calibrated" if known else "prediction")
+    return Component("attention", parts, basis)
 
 
 def _drafting(service: Service, load: Load, requests: int) -> tuple[Component, ...]:

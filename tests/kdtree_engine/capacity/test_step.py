@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kdtree_engine.capacity.attention import AttentionFit
+from kdtree_engine.capacity.attention import AttentionFit, Regime
 from kdtree_engine.capacity.drafting import DFLASH
 from kdtree_engine.capacity.shapes import KIMI_K2
 from kdtree_engine.capacity.step import Host, Load, Service, Step, decode_step
@@ -15,9 +15,14 @@ from kdtree_engine.errors import ConfigError
 from kdtree_engine.gpus import GPUS, LINKS
 
 H200 = GPUS["h200"]
+MEASURED = tuple(
+    Regime(batch, 8, nodes, prefix)
+    for batch in (1, 16)
+    for nodes in (1, 65)
+    for prefix in (1024, 204_800)
+)
 FITS = {
-    name: AttentionFit(name, H200.device, 15e-6, 0.8, 0.4, (16, 576, 204_800))
-    for name in ("sm_90", "sm_120")
+    name: AttentionFit(name, H200.device, 15e-6, 0.8, 0.4, MEASURED) for name in ("sm_90", "sm_120")
 }
 SMALL = dataclasses.replace(
     KIMI_K2, layers=4, dense_layers=4, hidden=1024, heads=8, experts=0, top_k=0
@@ -102,8 +107,8 @@ def test_on_the_measured_gpu_attention_is_calibrated_within_its_range() -> None:
     assert step.components[0].basis == "calibrated"
     assert step.basis == "prediction", "its experts were never timed"
     assert 0 < step.rests_on_measurement < 1
-    assert taken(service(), batch=17).components[0].basis == "prediction"
-    assert taken(service(), context=210_000).components[0].basis == "prediction"
+    assert taken(service(), batch=17).components[0].basis == "extrapolated"
+    assert taken(service(), context=210_000).components[0].basis == "extrapolated"
 
 
 def test_only_the_measured_service_is_calibrated_as_a_whole() -> None:
