@@ -877,6 +877,8 @@ def bench_kernel(
             raise click.BadParameter(
                 f"no peer {name} here, there are: {', '.join(beside)}", param_hint="--peer"
             )
+    if named and not peers:
+        raise click.UsageError("--peer says nothing beside --no-peers")
     checkout, machine = _checkout(), _this_machine()
     if (lack := Requirement.GPU.missing(machine)) is not None:
         raise MissingError(lack, remedy=Requirement.GPU.remedy)
@@ -1881,7 +1883,7 @@ def _print_tree(shown: Any) -> None:
     type=click.IntRange(1, 64),
     default=8,
     show_default=True,
-    help="Experts of a token, for dumps that do not say.",
+    help="Experts of a token: of the drawn router, and of dumps that do not say.",
 )
 @click.option(
     "--most-tokens",
@@ -1893,7 +1895,9 @@ def _print_tree(shown: Any) -> None:
 )
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=1, show_default=True)
 @_json_option
+@click.pass_context
 def moe(
+    ctx: click.Context,
     trace: pathlib.Path | None,
     batches: str,
     nodes: int,
@@ -1920,8 +1924,11 @@ def moe(
     from kdtree_engine.moe.synthetic import SyntheticRouter
     from kdtree_engine.moe.trace import read_routing
     from phases import moe_imbalance as work
+    from phases.moe_imbalance import require_divided
     from phases.numbers import counts
 
+    if trace is not None:
+        _no_use_of(ctx, "--trace", "nodes", "skew", "reuse")
     part = find_gpu(gpu)
     for kind, name, known in (
         ("link", link or part.link, LINKS),
@@ -1937,8 +1944,10 @@ def moe(
     if trace is None:
         # Half of the steps are for the placement, and a batch is drawn from the other half.
         steps = 2 * max(256, 2 * max(wanted))
+        router = SyntheticRouter(top_k=top_k, skew=skew, reuse=reuse)
+        require_divided(router.experts, ranks)
         _note(f"drawing {steps} steps of {nodes} tokens")
-        routing = SyntheticRouter(skew=skew, reuse=reuse).draw(steps, nodes, seed)
+        routing = router.draw(steps, nodes, seed, _Drawing())
     else:
         routing = read_routing(trace, top_k=top_k)
     if most_tokens is not None:
@@ -1964,6 +1973,22 @@ def moe(
     click.echo("every time is a prediction: no MoE layer was timed on any GPU")
     click.echo(f"rates of {part.name}: {part.source}")
     click.echo(f"all-reduce over {between.name}: {between.source}")
+    if ranks not in (1, 8) and alpha is None:
+        click.echo(f"the latency of an all-reduce is that of 8 ranks, not of {ranks}: --alpha")
+
+
+class _Drawing:
+    """Progress of a long draw on stderr: a line every ten seconds."""
+
+    _EVERY_S = 10.0
+
+    def __init__(self) -> None:
+        self._told = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() - self._told >= self._EVERY_S:
+            self._told = time.monotonic()
+            _note(f"{done} of {total} steps drawn")
 
 
 def _replaced(preset: Any, what: str, **given: tuple[float | None, float]) -> Any:

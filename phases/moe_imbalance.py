@@ -19,7 +19,16 @@ from kdtree_engine.moe.dispatch import Work, joined, sliced, spread
 from kdtree_engine.moe.placement import balanced, contiguous
 from kdtree_engine.moe.routing import Routing
 
-__all__ = ["BY_LAYER", "COLUMNS", "Imbalance", "Outcome", "findings", "rows", "study"]
+__all__ = [
+    "BY_LAYER",
+    "COLUMNS",
+    "Imbalance",
+    "Outcome",
+    "findings",
+    "require_divided",
+    "rows",
+    "study",
+]
 
 COLUMNS = (
     *("batch", "tokens", "placement", "layer us", "all-reduce us", "step ms", "us a token"),
@@ -91,6 +100,12 @@ class Imbalance:
         )
 
 
+def require_divided(experts: int, ranks: int) -> None:
+    """ConfigError where experts cannot be placed alike on ranks; before minutes of drawing."""
+    if experts % ranks:
+        raise ConfigError(f"{experts} experts are not to be divided among {ranks} ranks")
+
+
 def study(
     routing: Routing,
     batches: Sequence[int],
@@ -104,8 +119,7 @@ def study(
     seed: int,
 ) -> Imbalance:
     """Every placement at every batch. ConfigError where they do not fit the routing."""
-    if routing.experts % ranks:
-        raise ConfigError(f"{routing.experts} experts are not to be divided among {ranks} ranks")
+    require_divided(routing.experts, ranks)
     before, after = routing.split()
     layers = len(routing.layers)
     plain = contiguous(layers, routing.experts, ranks)

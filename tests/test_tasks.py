@@ -314,6 +314,7 @@ def test_imbalance_of_a_recorded_router_is_read_from_its_file(
         (("--gpu", "h20"), "did you mean h200"),
         (("--link", "pci"), "did you mean pcie"),
         (("--weights", "int8"), "did you mean int4"),
+        (("--ranks", "7"), "384 experts are not to be divided among 7 ranks"),
     ],
 )
 def test_wrong_arguments_of_moe_are_one_line(kd: Kd, arguments: tuple[str, ...], said: str) -> None:
@@ -321,6 +322,30 @@ def test_wrong_arguments_of_moe_are_one_line(kd: Kd, arguments: tuple[str, ...],
     assert refused.returncode == 2
     assert said in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
+
+
+def test_options_of_a_drawn_router_say_nothing_beside_a_recorded_one(
+    kd: Kd, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "router.jsonl").write_text("{}")
+    for option in ("--skew", "--reuse", "--nodes"):
+        refused = kd("moe", "--trace", str(tmp_path / "router.jsonl"), option, "1")
+        assert refused.returncode == 2
+        assert f"{option} says nothing beside --trace" in refused.stderr
+
+
+def test_a_drawn_router_gives_a_token_as_many_experts_as_are_asked_for(kd: Kd) -> None:
+    """And of other ranks than eight the all-reduce's latency is said to be of eight."""
+    arguments = ("--batch", "1", "--nodes", "1", "--samples", "2", "--ranks", "4")
+    shown = kd("moe", "--top-k", "2", *arguments)
+    assert "1 tokens activate 2 of 384 experts a layer" in shown.stdout
+    assert shown.stdout.endswith("that of 8 ranks, not of 4: --alpha\n")
+
+
+def test_a_peer_beside_no_peers_is_wrong_usage(kd: Kd) -> None:
+    refused = kd("bench", "kernel", "--no-peers", "--peer", "sglang-extend")
+    assert refused.returncode == 2
+    assert "--peer says nothing beside --no-peers" in refused.stderr
 
 
 def test_capacity_is_planned_with_its_error_and_its_label(kd: Kd) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
@@ -48,8 +49,16 @@ class SyntheticRouter:
         if not 0 <= self.skew <= 4 or not 0 <= self.reuse <= 1:
             raise ConfigError(f"skew {self.skew} is not in 0..4, or reuse {self.reuse} not in 0..1")
 
-    def draw(self, steps: int, tokens: int, seed: int) -> Routing:
+    def draw(
+        self,
+        steps: int,
+        tokens: int,
+        seed: int,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Routing:
         """Steps of one request each, with `tokens` tokens: the same for the same arguments.
+
+        progress: told how many of the steps are drawn.
 
         Draws without replacement, in proportion to popularity: the top_k smallest of exponential
         variables, each divided by its expert's popularity.
@@ -68,6 +77,7 @@ class SyntheticRouter:
                     times.scatter_(2, chosen[-1], first)
                 chosen.append(times.topk(self.top_k, largest=False).indices)
             chunks.append(counts_of_choices(torch.stack(chosen, 2), self.experts))
+            progress(start + shape[0], steps)
         return routing_of(
             torch.cat(chunks),
             top_k=self.top_k,

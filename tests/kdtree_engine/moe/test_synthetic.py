@@ -54,3 +54,11 @@ def test_reuse_is_the_overlap_of_neighbours() -> None:
 def test_a_router_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         SyntheticRouter(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_draw_tells_how_far_it_is() -> None:
+    told: list[tuple[int, int]] = []
+    SyntheticRouter(experts=8, top_k=2, layers=2).draw(
+        40, 1, 1, lambda done, total: told.append((done, total))
+    )
+    assert told == [(32, 40), (40, 40)]
