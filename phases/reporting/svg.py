@@ -69,10 +69,10 @@ def width_of(told: str, size: float = FONT) -> float:
 
 
 def tick(value: float) -> str:
-    """`0.5`, `1`, `200`, `2k`, `64k`: decimal, but for multiples of 1,024 tokens."""
+    """`0.5`, `1`, `1,500`, `2k`, `64k`: decimal, but for multiples of 1,024 tokens."""
     if value >= 1024 and value % 1024 == 0:
         return f"{value / 1024:g}k"
-    if value >= 1000 and value % 1000 == 0:
+    if value >= 1000 and value % 1 == 0:
         return f"{value:,.0f}"
     return f"{value:g}"
 

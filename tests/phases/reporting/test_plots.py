@@ -158,7 +158,7 @@ def test_one_single_point_can_be_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "told"), [(0.5, "0.5"), (200.0, "200"), (65536, "64k"), (5000, "5,000")]
+    ("value", "told"), [(0.5, "0.5"), (200.0, "200"), (65536, "64k"), (1500, "1,500")]
 )
 def test_ticks_are_short(value: float, told: str) -> None:
     assert tick(value) == told
