@@ -8,39 +8,54 @@ from typing import TypeVar
 
 __all__ = ["segments"]
 
-T = TypeVar("T")
+K = TypeVar("K")
+W = TypeVar("W")
 
 
 def segments(
-    intervals: Iterable[tuple[float, float, T]],
-) -> Iterator[tuple[float, float, list[T]]]:
-    """(begin, end, open ones) of every segment in order of time; none is open in a gap.
+    intervals: Iterable[tuple[float, float, K, W]],
+) -> Iterator[tuple[float, float, dict[K, int], list[W]]]:
+    """(begin, end, open ones by kind, those that began then) of every segment in order of time.
 
-    intervals: (begin, end, what) in order of their beginning. Segments are disjoint, have no gaps
-    between them and end at the last end; those of no length are left out. So
+    intervals: (begin, end, kind, what) in order of their beginning. Segments are disjoint, have no
+    gaps between them and end at the last end; those of no length are left out, and so are intervals
+    of no length. None is open in a gap, so what begins behind one is all that is open there. The
+    cost of a segment grows with the kinds that are open and not with the intervals. So
 
-        [(0, 4, "a"), (2, 6, "b"), (8, 9, "c")]
+        [(0, 4, "a", 1), (2, 6, "b", 2), (3, 6, "b", 3), (8, 9, "c", 4)]
 
-    gives (0, 2, a), (2, 4, a b), (4, 6, b), (6, 8, none), (8, 9, c).
+    gives (0, 2, {a: 1}, [1]), (2, 3, {a: 1, b: 1}, [2]), (3, 4, {a: 1, b: 2}, [3]),
+    (4, 6, {b: 2}, []), (6, 8, {}, []), (8, 9, {c: 1}, [4]).
     """
-    open_now: list[tuple[float, int, T]] = []  # the number keeps what cannot be ordered apart
+    ends: list[tuple[float, int, K]] = []  # the number keeps kinds that cannot be ordered apart
+    open_now: dict[K, int] = {}
+    begun: list[W] = []
     at: float | None = None
-    for number, (begin, end, what) in enumerate(intervals):
-        while open_now and open_now[0][0] <= begin:
-            until = open_now[0][0]
+    for number, (begin, end, kind, what) in enumerate(intervals):
+        while ends and ends[0][0] <= begin:
+            until = ends[0][0]
             if at is not None and until > at:
-                yield at, until, [one[2] for one in open_now]
-                at = until
-            heapq.heappop(open_now)
+                yield at, until, dict(open_now), begun
+                at, begun = until, []
+            _close(open_now, heapq.heappop(ends)[2])
         if at is not None and begin > at:
-            yield at, begin, [one[2] for one in open_now]
+            yield at, begin, dict(open_now), begun
+            begun = []
         at = begin if at is None else max(at, begin)
         if end > begin:
-            heapq.heappush(open_now, (end, number, what))
-    while open_now:
-        until = open_now[0][0]
+            heapq.heappush(ends, (end, number, kind))
+            open_now[kind] = open_now.get(kind, 0) + 1
+            begun.append(what)
+    while ends:
+        until = ends[0][0]
         assert at is not None
         if until > at:
-            yield at, until, [one[2] for one in open_now]
-            at = until
-        heapq.heappop(open_now)
+            yield at, until, dict(open_now), begun
+            at, begun = until, []
+        _close(open_now, heapq.heappop(ends)[2])
+
+
+def _close(open_now: dict[K, int], kind: K) -> None:
+    open_now[kind] -= 1
+    if not open_now[kind]:
+        del open_now[kind]

@@ -21,7 +21,7 @@ import dataclasses
 import pathlib
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kdtree_engine.errors import ConfigError
 from kdtree_engine.profiling.collectives import Collectives, waits
@@ -213,8 +213,8 @@ def _summed(timeline: Timeline, rules: Rules) -> tuple[RankProfile, Collectives]
     steps = find_steps(timeline, rules)
     count = len(steps.windows)
     tally = _Tally(timeline, rules, steps)
-    for begin, end, running in segments(tally.intervals()):
-        tally.add(begin, end, running)
+    for segment in segments(tally.intervals()):
+        tally.add(*segment)
     tally.end_idle(None)
     lengths = [end - begin for begin, end in steps.windows]
     step_us = sum(lengths) / count
@@ -277,7 +277,7 @@ class _Tally:
         self._host_work = HostWork(timeline.spans)
         self.outside_us = 0.0
 
-    def intervals(self) -> Iterator[tuple[float, float, tuple[str, Launch | None]]]:
+    def intervals(self) -> Iterator[tuple[float, float, str, Launch | None]]:
         """Each activity with its class and launch; it is counted where it begins."""
         window = 0
         for activity in self._timeline:
@@ -292,18 +292,26 @@ class _Tally:
                     self.collectives[window].append((activity.name, took))
             else:
                 self.outside_us += activity.end - activity.begin
-            yield activity.begin, activity.end, (kind, launch)
+            yield activity.begin, activity.end, kind, launch
 
-    def add(self, begin: float, end: float, running: Sequence[tuple[str, Launch | None]]) -> None:
+    def add(
+        self,
+        begin: float,
+        end: float,
+        running: Mapping[str, int],
+        begun: Sequence[Launch | None],
+    ) -> None:
         """A segment. Windows begin and end where kernels begin, so none lies across an edge."""
         if not running:
             self._idle.append((begin, end))
             return
-        # Of those that end the gap, the one launched first could have ended it first.
-        self.end_idle(min((one.at for _, one in running if one is not None), default=None))
+        if self._idle:
+            # Of those that end the gap, the one launched first could have ended it first.
+            self.end_idle(min((one.at for one in begun if one is not None), default=None))
         if self._inside(begin):
-            for kind, _ in running:
-                self._spend(kind, (end - begin) / len(running))
+            share = (end - begin) / sum(running.values())
+            for kind, count in running.items():
+                self._spend(kind, count * share)
 
     def end_idle(self, launched: float | None) -> None:
         """The gap before what was launched then is over. Kernels of no length cut it in pieces."""
