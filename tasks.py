@@ -1439,6 +1439,19 @@ def _say_timed(done: int, total: int, what: str) -> None:
     click.echo(f"[{done + 1}/{total}] {what}", err=True)
 
 
+@bench_group.command("keep")
+@click.argument("run")
+@click.option("--name", metavar="NAME", help="Name there (default: the run's id).")
+def bench_keep(run: str, name: str | None) -> None:
+    """Copy what kd bench serve measured to plans/evidence/serve/, to be committed.
+
+    RUN is its id, what it begins with, or `latest`. What failed or was interrupted is not kept.
+    """
+    from phases.bench_kept import keep_bench
+
+    click.echo(keep_bench(_checkout(), run, name))
+
+
 # ---------------------------------------------------------------------------------------------
 # Where the time of a step goes.
 

@@ -9,6 +9,8 @@ import pydantic
 
 from phases.gate import GateKind, Unit
 from phases.reporting.kept import Kept, KeptGate, documents
+from phases.reporting.load import KIND as LOAD
+from phases.reporting.load import load_blocks
 from phases.reporting.model import (
     Block,
     Headline,
@@ -56,7 +58,7 @@ class _Bench(pydantic.BaseModel):
 
 
 class _Other(pydantic.BaseModel):
-    """A benchmark of another kind, such as under load."""
+    """A benchmark of another kind, which nothing here knows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +102,7 @@ def service_section(kept: Kept) -> Section:
             and Requirement.SERVICE in gate.requires
             and kept.measured(gate.name) is None
         ]
+    blocks += load_blocks(kept, FOLDER)
     if not runs:
         blocks.insert(0, Missing("speed of a service", "no run of kd bench serve is kept"))
     return Section(
@@ -108,7 +111,8 @@ def service_section(kept: Kept) -> Section:
         "Decode tokens a second of a real SGLang server with one request: on this kernel with "
         "trees, on SGLang's own Triton backend with the same trees, and without speculation. One "
         "run is one machine and one model, a small one of random weights that the project makes; "
-        "speeds are compared within a run alone.",
+        "speeds are compared within a run alone. Tables under load are of many requests at once: "
+        "the time to an answer's first token, between tokens, and between the pieces that arrive.",
         (*blocks, *broken),
     )
 
@@ -127,7 +131,7 @@ def service_headline(kept: Kept) -> Headline | None:
 def speed_runs(kept: Kept) -> tuple[list[SpeedRun], list[Missing]]:
     """Benchmarks first, the newest before others; then gates. And the files that are broken."""
     benches, broken = documents(kept, FOLDER, _Bench, lambda raw: "kind" not in raw)
-    others, _ = documents(kept, FOLDER, _Other, lambda raw: "kind" in raw)
+    others, _ = documents(kept, FOLDER, _Other, lambda raw: raw.get("kind", LOAD) != LOAD)
     timed = [one for one in benches if any(server.speeds for server in one.content.servers)]
     why = "this report has no section for its kind"
     broken += [Missing(one.source.file, why, "Not shown") for one in others]
