@@ -21,7 +21,25 @@ from kdtree_engine.profiling.summary import ClassTime, Profile
 from phases.profile_counted import Counted, Uncounted, counted
 from phases.profile_note import Note
 
-__all__ = ["Attained", "Ceilings", "LinkRate", "attained", "ceiling_remarks", "ceilings"]
+__all__ = [
+    "Attained",
+    "Ceilings",
+    "LinkRate",
+    "attained",
+    "ceiling_remarks",
+    "ceilings",
+    "levers",
+]
+
+_NEAR = 0.6
+"""Of a ceiling, from where a better kernel has little left to give."""
+_MOSTLY = 0.5
+"""Of collectives' time, from where waiting is what they take."""
+_FEWER = {
+    "DRAM": "fewer bytes (a smaller format, more tokens a pass, more ranks), not a faster kernel",
+    "flops": "fewer or cheaper products, not a faster kernel",
+    "link": "fewer or smaller messages or a faster link, not another algorithm",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +112,22 @@ def attained(
 ) -> dict[str, Attained]:
     """By class; nothing where the note, the GPU or a size is not known."""
     return ceilings(profile, note, link, routing).attained
+
+
+def levers(profile: Profile, found: Ceilings | None = None) -> dict[str, str]:
+    """By class: that of the rule table, or another where these figures point to it."""
+    told = {one.name: one.lever for one in profile.classes}
+    for name, one in (found.attained if found else {}).items():
+        if one.fraction >= _NEAR:
+            told[name] = f"{one.fraction:.0%} of {one.ceiling} is reached: {_FEWER[one.ceiling]}"
+    reduced = next((one for one in profile.classes if one.name == COMMUNICATION), None)
+    waited = profile.wait_us or 0.0
+    if reduced is not None and reduced.kernel_us and waited >= _MOSTLY * reduced.kernel_us:
+        told[COMMUNICATION] = (
+            f"{waited / reduced.kernel_us:.0%} of it is waiting for the rank that comes last: what "
+            "that rank does before, such as its experts (kd moe), and not the link"
+        )
+    return told
 
 
 def ceiling_remarks(found: Ceilings) -> list[str]:

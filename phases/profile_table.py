@@ -9,7 +9,7 @@ from typing import Any
 from kdtree_engine.profiling.comparison import ClassChange, compare
 from kdtree_engine.profiling.rules import COMMUNICATION
 from kdtree_engine.profiling.summary import KernelTime, Profile, RankProfile
-from phases.profile_ceiling import Ceilings, ceiling_remarks
+from phases.profile_ceiling import Ceilings, ceiling_remarks, levers
 from phases.profile_note import Note, note_remarks
 
 __all__ = [
@@ -71,6 +71,7 @@ def class_rows(profile: Profile, found: Ceilings | None = None) -> list[tuple[st
     reached = found.attained if found else {}
     missing = found.missing if found else {}
     rates = {name: one.gb_s for name, one in reached.items()}
+    told = levers(profile, found)
     rows = [
         (
             one.name,
@@ -82,7 +83,7 @@ def class_rows(profile: Profile, found: Ceilings | None = None) -> list[tuple[st
             f"{reached[one.name].fraction:.1%} {reached[one.name].ceiling}"
             if one.name in reached
             else "not counted" * (one.name in missing),
-            one.lever,
+            told[one.name],
         )
         for one in profile.classes
     ]
@@ -181,6 +182,8 @@ def as_json(
 ) -> dict[str, Any]:
     """All figures, with full names of kernels. note: of what was profiled, where there is one."""
     document: dict[str, Any] = {"version": 1, **_plain(profile)}
+    told = levers(profile, found)
+    document["classes"] = [{**one, "lever": told[one["name"]]} for one in document["classes"]]
     if note is not None:
         document["of"] = dataclasses.asdict(note)
     if found is not None:

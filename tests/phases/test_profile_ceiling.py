@@ -18,9 +18,10 @@ from traces import REDUCE, VERIFY, Trace, one_of_two_ranks
 from kdtree_engine.gpus import GPUS, LINKS
 from kdtree_engine.moe.routing import Routing, routing_of
 from kdtree_engine.profiling.summary import Profile, profile
-from phases.profile_ceiling import LinkRate, attained, ceiling_remarks, ceilings
+from phases.profile_ceiling import LinkRate, attained, ceiling_remarks, ceilings, levers
 from phases.profile_counted import Counted, counted
 from phases.profile_note import Note, note_remarks, read_note
+from phases.profile_table import as_json, class_rows
 
 DATA = pathlib.Path(__file__).resolve().parents[1] / "data" / "profile"
 H200 = GPUS["h200"].bandwidth
@@ -332,3 +333,42 @@ def test_the_links_of_the_table_are_those_that_were_measured() -> None:
     assert GPUS["rtx-pro-6000"].link == "pcie"
     assert LINKS["pcie"].sent == pytest.approx(22.5e9 * 7 / 4)
     assert 38e9 < LINKS["pcie"].sent < 41e9
+
+
+def test_the_lever_is_what_the_figures_point_to(tmp_path: pathlib.Path) -> None:
+    """Far from its ceiling a kernel can be better; near it only fewer bytes help."""
+    note = some_note(context=66_560)
+    floor = 4 * 66_560 * 576 * 2 / H200 * 1e6
+    said = []
+    for name, took in (("far", floor * 2), ("near", floor / 0.8)):
+        written = Trace()
+        written.kernel(VERIFY, 0, took)
+        found = profile([written.write(tmp_path / f"{name}.json")])
+        assert levers(found)["verify attention"].startswith("tile, stages and splits")
+        said.append(levers(found, ceilings(found, note))["verify attention"])
+    assert said[0].startswith("tile, stages and splits")
+    assert said[1].startswith("80% of DRAM is reached: fewer bytes")
+
+
+def test_collectives_that_wait_point_to_the_rank_that_comes_last(tmp_path: pathlib.Path) -> None:
+    """11 of 31 us are waiting in the mean; with a rank that is later still, more than half."""
+    even = two_ranks(tmp_path)
+    assert levers(even)["communication"].startswith("the all-reduce's algorithm and link")
+    paths = []
+    for rank, took in ((0, 10.0), (1, 90.0)):
+        written = Trace()
+        for at in (0.0, 200.0, 400.0):
+            written.span("step[DECODE bs=1]", at, at + 50)
+            written.kernel("fused_moe_kernel", at + 1, took, written.launch(at))
+            written.collective(REDUCE, at + 1 + took, 100 - took)
+        paths.append(written.write(tmp_path / f"late-TP-{rank}.trace.json"))
+    late = levers(profile(paths))["communication"]
+    assert late.startswith("80% of it is waiting for the rank that comes last")
+
+
+def test_the_same_lever_is_printed_and_kept(tmp_path: pathlib.Path) -> None:
+    found = profile([trace("kernel-66560")])
+    reached = ceilings(found, read_note(trace("kernel-66560")))
+    shown = {row[0]: row[-1] for row in class_rows(found, reached) if row[0] != "step"}
+    kept = {one["name"]: one["lever"] for one in as_json(found, None, None, reached)["classes"]}
+    assert shown == kept == levers(found, reached)

@@ -29,6 +29,15 @@ pytestmark = [
 
 WIDTHS, SCHEMES = (360, 768, 1440), ("light", "dark")
 
+TIMES = {"p50": 0.0123, "p99": 1.234}
+POINT = {
+    **{"server": "kdtree_mla-9", "length": 16384, "concurrency": 16, "right": True, "answers": 512},
+    **{"answers_judged": 12, "answers_not_judged": {"are of other prompts": 500}},
+    **{"tokens_per_second": 12345.6, "first_token_seconds": TIMES},
+    **{"inter_token_seconds": TIMES, "chunk_gap_seconds": TIMES},
+}
+LOAD = {"version": 1, "kind": "load", "right": True, "points": [POINT, {**POINT, "right": False}]}
+
 # Every element with text of its own that is to be seen, with its colour and what is behind it.
 CONTRASTS = """() => {
   const channels = text => (text.match(/[\\d.]+/g) || []).map(Number);
@@ -90,7 +99,7 @@ COLLISIONS = """() => {
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The report of what the repository keeps, and of profiles before and after a change."""
+    """The report of what the repository keeps, of profiles before and after, and of a load."""
     folder = tmp_path_factory.mktemp("report")
     shutil.copytree(ROOT / "plans/evidence", folder / "evidence")
     before = profile([two_rounds(reduce_us=40).write(folder / "before.json")])
@@ -98,6 +107,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     (folder / "evidence/profile").mkdir(exist_ok=True)
     for name, document in (("pair", as_json(after, before)), ("alone", as_json(after))):
         (folder / f"evidence/profile/{name}.json").write_text(json.dumps(document))
+    (folder / "evidence/serve/load.json").write_text(json.dumps(LOAD))
     kept = read(folder / "evidence")
     report = gather(kept, Checkout(ROOT, folder / "state"), imbalance)
     path = folder / "report.html"
