@@ -16,12 +16,24 @@ from kdtree_engine.capacity.parts import Bound
 from kdtree_engine.capacity.shapes import ModelShape
 from kdtree_engine.gpus import Gpu
 
-__all__ = ["LAUNCH", "REACH", "Product", "head", "parts_of", "products", "weights_of_products"]
+__all__ = [
+    "END_BYTES",
+    "LAUNCH",
+    "REACH",
+    "Product",
+    "end_weights",
+    "head",
+    "parts_of",
+    "products",
+    "weights_of_products",
+]
 
 LAUNCH = 2.5e-6
 """Seconds of a kernel in a CUDA graph with nothing to do. Assumed, as plan 41's 10 us are of 4."""
 REACH = 0.8
 """Share of memory bandwidth and of bf16 flops that products of weights reach. Assumed."""
+END_BYTES = 2.0
+"""Of a weight of head and embedding: bf16 in DeepSeek V3's fp8 and Kimi K2.6's int4 checkpoints."""
 SMALL_KERNELS = 7
 """A layer: four norms, rotary embedding, the KV row's store, an activation. Counted, not traced."""
 
@@ -78,9 +90,13 @@ def head(shape: ModelShape) -> Product:
 
 
 def weights_of_products(shape: ModelShape, ranks: int) -> float:
-    """Weights on one rank: `products`, the head and the embedding, which may be the same."""
-    ends = head(shape).of_rank(ranks) * (1 if shape.tied else 2)
-    return ends + sum(one.count * one.of_rank(ranks) for one in products(shape))
+    """Weights on one rank of `products`: without the ends."""
+    return sum(one.count * one.of_rank(ranks) for one in products(shape))
+
+
+def end_weights(shape: ModelShape, ranks: int) -> float:
+    """Weights on one rank of the head and the embedding, which may be the same."""
+    return head(shape).of_rank(ranks) * (1 if shape.tied else 2)
 
 
 def parts_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kdtree_engine.capacity.dense import weights_of_products
+from kdtree_engine.capacity.dense import END_BYTES, end_weights, weights_of_products
 from kdtree_engine.capacity.drafting import Drafter
 from kdtree_engine.capacity.shapes import ModelShape
 from kdtree_engine.gpus import Gpu
@@ -63,11 +63,13 @@ def memory_of(
 ) -> Memory:
     """Of one replica. expert_bytes, dense_bytes: of a weight.
 
+    Head and embedding are bf16 whatever the others are.
     KV is bf16, and whole on every rank: MLA's latent row has no heads to divide. A request takes
     its context and the tree in flight.
     """
     experts = shape.moe_layers * shape.experts * shape.expert_weights / ranks
     weights = experts * expert_bytes + weights_of_products(shape, ranks) * dense_bytes
+    weights += end_weights(shape, ranks) * END_BYTES
     token = float(shape.kv_bytes)
     if drafter is not None:
         weights += 2 * drafter.weights(shape, ranks)

@@ -11,7 +11,7 @@ import math
 
 from kdtree_engine.capacity.attention import AttentionFit, Regime, attention_parts
 from kdtree_engine.capacity.collectives import collective_parts
-from kdtree_engine.capacity.dense import REACH, SMALL_KERNELS, head, parts_of, products
+from kdtree_engine.capacity.dense import END_BYTES, REACH, SMALL_KERNELS, head, parts_of, products
 from kdtree_engine.capacity.drafting import TREE, Drafter, drafter_parts
 from kdtree_engine.capacity.experts import expert_parts
 from kdtree_engine.capacity.memory import USABLE, Memory, memory_of
@@ -193,8 +193,8 @@ def components_without_host(
     requests = math.ceil(load.batch / service.replicas)
     shape, gpu, ranks = service.shape, service.gpu, service.ranks
     tokens = requests * load.nodes
-    dense = parts_of(
-        (*products(shape), head(shape)),
+    of_products = parts_of(
+        products(shape),
         gpu,
         tokens=tokens,
         ranks=ranks,
@@ -202,6 +202,16 @@ def components_without_host(
         reach=service.reach,
         small_kernels=SMALL_KERNELS * shape.layers,
     )
+    # Logits are made of every node of a tree.
+    of_head = parts_of(
+        (head(shape),),
+        gpu,
+        tokens=tokens,
+        ranks=ranks,
+        bytes_per_weight=END_BYTES,
+        reach=service.reach,
+    )
+    dense = {bound: of_products[bound] + of_head[bound] for bound in of_products}
     experts = expert_parts(
         shape,
         gpu,

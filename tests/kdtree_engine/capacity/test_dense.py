@@ -9,10 +9,10 @@ import pytest
 from kdtree_engine.capacity.dense import (
     LAUNCH,
     Product,
+    end_weights,
     head,
     parts_of,
     products,
-    weights_of_products,
 )
 from kdtree_engine.capacity.shapes import KIMI_K2
 from kdtree_engine.gpus import GPUS
@@ -57,5 +57,5 @@ def test_dense_and_shared_layers_are_counted_once_each() -> None:
 
 def test_an_embedding_that_is_the_head_is_held_once() -> None:
     tied = dataclasses.replace(KIMI_K2, tied=True)
-    difference = weights_of_products(KIMI_K2, 8) - weights_of_products(tied, 8)
+    difference = end_weights(KIMI_K2, 8) - end_weights(tied, 8)
     assert difference == pytest.approx(head(KIMI_K2).weights / 8)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kdtree_engine.capacity.dense import end_weights, weights_of_products
 from kdtree_engine.capacity.drafting import DFLASH
 from kdtree_engine.capacity.memory import Memory, memory_of
 from kdtree_engine.capacity.shapes import KIMI_K2
@@ -61,3 +62,9 @@ def test_a_drafter_takes_its_part() -> None:
     alone, both = kimi("h200"), kimi("h200", drafter=DFLASH)
     assert both.weights - alone.weights == pytest.approx(2 * DFLASH.weights(KIMI_K2, 8))
     assert both.token - alone.token == DFLASH.kv_bytes(8)
+
+
+def test_head_and_embedding_stay_bf16_whatever_the_other_weights_are() -> None:
+    wide, narrow = (kimi("h200", ranks=1, dense_bytes=size).weights for size in (2.0, 1.0))
+    assert wide - narrow == pytest.approx(weights_of_products(KIMI_K2, 1))
+    assert end_weights(KIMI_K2, 1) == 2 * 7168 * 163_840

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kdtree_engine.capacity.dense import weights_of_products
+from kdtree_engine.capacity.dense import end_weights, weights_of_products
 from kdtree_engine.capacity.shapes import KIMI_K2, read_shape
 from kdtree_engine.errors import ConfigError
 
@@ -48,7 +48,7 @@ def folder(where: pathlib.Path, text: str) -> pathlib.Path:
 
 def test_kimi_k2_has_a_trillion_weights_and_activates_32_billion() -> None:
     experts = KIMI_K2.moe_layers * KIMI_K2.expert_weights
-    dense = weights_of_products(KIMI_K2, 1)
+    dense = weights_of_products(KIMI_K2, 1) + end_weights(KIMI_K2, 1)
     assert experts * KIMI_K2.experts + dense == pytest.approx(1.03e12, rel=0.01)
     embedding = KIMI_K2.hidden * KIMI_K2.vocabulary
     assert experts * KIMI_K2.top_k + dense - embedding == pytest.approx(32e9, rel=0.02)

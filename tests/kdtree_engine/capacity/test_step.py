@@ -147,3 +147,22 @@ def test_what_cannot_be_divided_or_was_fitted_for_others_is_refused() -> None:
         service(shape=odd, placement="ep")
     with pytest.raises(ConfigError, match="a fit of sm_120 is none of sm_90"):
         decode_step(service(), LOAD, FITS["sm_120"], HOST)
+
+
+def test_the_head_is_read_as_bf16_whatever_the_other_weights_are() -> None:
+    """Between a model with its vocabulary and one with next to none lies the head alone."""
+    read = []
+    for dense_bytes in (2.0, 0.5):
+        whole, small = (
+            taken(
+                dataclasses.replace(
+                    service(shape=dataclasses.replace(KIMI_K2, vocabulary=vocabulary)),
+                    dense_bytes=dense_bytes,
+                ),
+                batch=1,
+            ).components[1]
+            for vocabulary in (163_840, 8)
+        )
+        read.append(whole.parts["bytes"] - small.parts["bytes"])
+    assert read[0] > 0
+    assert read[0] == pytest.approx(read[1])
