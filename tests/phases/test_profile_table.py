@@ -169,3 +169,25 @@ def test_a_long_name_keeps_its_ends() -> None:
     ((*_, shown),) = profile_table.kernel_rows([KernelTime("a" * 500 + "z", "unknown", 1, 1)])
     assert len(shown) == 120
     assert (shown[0], shown[-1]) == ("a", "z")
+
+
+def test_recorded_routing_is_read_from_its_file(root: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """The note of a real trace, of a model with two layers of eight experts, two of a token."""
+    note = json.loads((root / "tests/data/profile/plain-4096-1.json").read_text())
+    note["model"] |= {"num_hidden_layers": 2, "first_k_dense_replace": 0}
+    note["model"] |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    (tmp_path / "run.json").write_text(json.dumps(note))
+    trace = Trace()
+    trace.kernel("fused_moe_kernel", 0, 100)
+    path = trace.write(tmp_path / "run-TP-0.trace.json")
+    routing = tmp_path / "router.jsonl"
+    lines = [{"format": "router-trace", "version": 1, "experts": 8, "top_k": 2}]
+    lines += [{"step": step, "layer": 1, "experts": [[0, 1]]} for step in range(4)]
+    routing.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    bytes_read = 2 * 2 * (3 * 1024 * 64) * 2  # layers, experts, weights, bf16
+    for more in ((), ("--routing", routing)):
+        told = json.loads(kd("--trace", path, "--json", *more).stdout)["ceilings"]["MoE GEMM"]
+        assert told["bytes"] == pytest.approx(bytes_read)
+        assert ("router.jsonl" in told["basis"]) == bool(more)
+    routing.write_text("none")
+    assert "router.jsonl" in str(kd("--trace", path, "--routing", routing).exception)
