@@ -1345,13 +1345,11 @@ def _serve_there(
 ) -> int:
     """Follow a server of a release on another host; its exit code."""
     from phases.serve import require_profile
-    from remote.promotion import Target
 
     require_profile(phase)
     with _live_service(host) as live:
         chosen = _release_of(live.releases, release)
-        profile = phase.profile
-        target = Target(chosen, phase.number, profile.arguments, profile.environment)
+        target = _target_of(live, host, chosen, phase)
         trial = live.trial(target, extra)
         service = trial["service"]
         shown = _shown_line(service["command"], service["environment"])
@@ -2804,17 +2802,17 @@ def _proven_target(
 
     Raises ConfigError where a gate is not proven and nobody, or nobody rightly, says why not.
     """
-    from phases.promotable import lacking, refused_even_if_forced
+    from phases.promotable import completed, lacking, refused_even_if_forced, up_to
     from phases.registry import find_phase
     from phases.serve import require_profile
-    from remote.promotion import Target
     from remote.validation import Validation
 
     phase = find_phase(_phases(), wanted)
     require_profile(phase)
     chosen = _release_of(live.releases, release)
-    target = Target(chosen, phase.number, phase.profile.arguments, phase.profile.environment)
-    states = Validation(live.transport, host).states(chosen, phase.number)
+    target = _target_of(live, host, chosen, phase)
+    said = Validation(live.transport, host).states(chosen, phase.number)
+    states = completed(said, up_to(_phases(), phase))
     lacks, never = lacking(states), refused_even_if_forced(states)
     if not lacks:
         return target, None
@@ -2830,6 +2828,20 @@ def _proven_target(
         remedy=f"kd validate {phase.number} --host {host.name} --release {chosen}"
         + ("" if never else ", or --force REASON"),
     )
+
+
+def _target_of(live: Any, host: Any, release: str, phase: Phase) -> Any:
+    """A release at a phase, started as that release says: its gates have run with nothing else."""
+    from remote.promotion import Target
+    from remote.validation import Validation
+
+    arguments, environment = Validation(live.transport, host).profile(release, phase.number)
+    if not arguments:
+        raise ConfigError(
+            f"host {host.name}: phase {phase.number} of release {release} has no service profile",
+            remedy="kd deploy, which sends this checkout's",
+        )
+    return Target(release, phase.number, arguments, environment)
 
 
 @cli.command("rollback", epilog=PROMOTE_EPILOG)

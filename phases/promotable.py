@@ -14,9 +14,45 @@ from phases.exit_code import ExitCode
 from phases.phase import Phase, ServiceProfile
 from phases.states import State
 
-__all__ = ["default_phase", "exit_code_of", "lacking", "refused_even_if_forced", "up_to"]
+__all__ = [
+    "completed",
+    "default_phase",
+    "exit_code_of",
+    "lacking",
+    "refused_even_if_forced",
+    "up_to",
+]
 
 States = Iterable[Mapping[str, Any]]
+
+
+def completed(states: States, phases: Iterable[Phase]) -> list[dict[str, Any]]:
+    """Those states, with what a release must have said of these phases and has not, as missing.
+
+    A release says itself which gates it has, and what it leaves out nobody has proven: that is a
+    phase of which it names no gate, and a gate here of token-exactness. One that is token-exact
+    here is so whatever the release says.
+    """
+    found = [dict(one) for one in states]
+    for phase in phases:
+        named = {one["gate"]: one for one in found if one["phase"] == phase.package}
+        exact = {gate.name for gate in phase.gates if gate.token_exact}
+        for name in exact & set(named):
+            named[name]["token_exact"] = True
+        lacks = sorted(exact - set(named))
+        if not named and not lacks and phase.gates:
+            lacks = [phase.gates[0].name]
+        found += [
+            {
+                "phase": phase.package,
+                "gate": name,
+                "token_exact": True,
+                "state": State.MISSING,
+                "why": "the release knows no such gate",
+            }
+            for name in lacks
+        ]
+    return found
 
 
 def lacking(states: States) -> list[str]:

@@ -41,7 +41,7 @@ def read_facts(transport: Transport, python: str, *, timeout: float = _LIMIT_S) 
     line = answer.stdout.strip().rpartition("\n")[2]
     try:
         return Machine.from_json(json.loads(line), place=f"host {transport.host}")
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         raise FactsError(
             f"host {transport.host}: {python} described the machine in something other than JSON"
             f"{last_words(answer.stdout, ': ')}"

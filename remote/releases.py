@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kdtree_engine.errors import ConfigError
+from remote.agent import parsed
 from remote.errors import TransportError, last_words
 from remote.transport import Transport
 
@@ -290,13 +291,16 @@ class Releases:
         # The last line, as a login message may come before it.
         line = done.stdout.strip().rpartition("\n")[2]
         try:
-            said = json.loads(line)
+            said = parsed(line)
         except ValueError:
+            said = None
+        # A login script may print last, and what it prints may be JSON as well.
+        if isinstance(said, dict) and isinstance(said.get("error"), str):
+            raise ReleaseRefused(f"host {host}: {do}: {said['error']}")
+        if not isinstance(said, dict) or not isinstance(said.get("done"), dict):
             raise TransportError(
                 f"host {host}: {do}: {self._python} ended with exit code {done.exit_code} and no "
-                f"answer{last_words(done.stderr, ': ')}"
-            ) from None
-        if "error" in said:
-            raise ReleaseRefused(f"host {host}: {do}: {said['error']}")
+                f"answer{last_words(done.stderr or done.stdout, ': ')}"
+            )
         found: dict[str, Any] = said["done"]
         return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 from kdtree_engine.errors import UnknownName
 from remote.deploy import releases_of, this_person
@@ -39,7 +39,15 @@ except FileNotFoundError:
 os.set_inheritable(mark, True)
 os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
-_FIELDS = {"phase", "gate", "kind", "token_exact", "state", "why", "run"}
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "phase": str,
+    "gate": str,
+    "kind": str,
+    "token_exact": bool,
+    "state": str,
+    "why": (str, type(None)),
+    "run": (str, type(None)),
+}
 _ANSWER_S = 600.0
 _ENDED = (0, 1, 3)  # exit codes of a run that came to its end
 
@@ -118,20 +126,37 @@ class Validation:
             timeout=_ANSWER_S,
             check=False,
         )
-        # A login message may come before it.
-        begin = done.stdout.find("{\n")
-        try:
-            found, _ = json.JSONDecoder().raw_decode(done.stdout[max(begin, 0) :])
-            states: States = found["gates"]
-            whole = all(set(one) >= _FIELDS for one in states)
-        except (ValueError, KeyError, TypeError):
-            whole = False
-        if done.exit_code not in _ENDED or not whole:
+        found = _json_of(done.stdout, "{")
+        states = found.get("gates") if isinstance(found, dict) else None
+        if done.exit_code not in _ENDED or not _are_states(states):
             raise TransportError(
                 f"host {self._transport.host}: release {release}: its kd cannot tell how its gates "
                 f"stand (exit code {done.exit_code}){last_words(done.stderr, ': ')}"
             )
         return states
+
+    def profile(self, release: str, phase: int) -> tuple[tuple[str, ...], dict[str, str]]:
+        """Arguments and environment that the release's own phase gives a service.
+
+        They are what its gates have run with: the checkout here may say something else by now.
+        """
+        line, environment = self._program(release)
+        done = self._transport.run(
+            [*line, "phase", "list", "--json"], env=environment, timeout=_ANSWER_S, check=False
+        )
+        try:
+            (one,) = (one for one in _json_of(done.stdout, "[") or () if one["number"] == phase)
+            arguments, variables = one["profile"]["arguments"], one["profile"]["environment"]
+            texts = [*arguments, *variables, *variables.values()]
+            if done.exit_code or not all(isinstance(text, str) for text in texts):
+                raise ValueError(f"exit code {done.exit_code}")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise TransportError(
+                f"host {self._transport.host}: release {release}: its kd cannot tell what phase "
+                f"{phase} gives a service (exit code {done.exit_code})"
+                f"{last_words(done.stderr, ': ')}"
+            ) from None
+        return tuple(arguments), dict(variables)
 
     def _program(self, release: str) -> tuple[list[str], dict[str, str]]:
         """The release's own `tasks.py` with the host's Python, and the environment of gates."""
@@ -154,3 +179,29 @@ class Validation:
         }
         line = [python["executable"], "-c", _USING, f"{folder}/release.json"]
         return [*line, f"{folder}/source/tasks.py"], environment
+
+
+def _json_of(said: str, opens: str) -> Any:
+    """The JSON that a release's kd has printed; None where there is none.
+
+    opens: what its first line is. A login message may come before it.
+    """
+    begin = said.find(f"{opens}\n")
+    try:
+        found, _ = json.JSONDecoder().raw_decode(said[max(begin, 0) :])
+    except (ValueError, RecursionError):
+        return None
+    return found
+
+
+def _are_states(found: object) -> TypeGuard[States]:
+    """One for each gate. A release without any has proven nothing."""
+    return (
+        isinstance(found, list)
+        and bool(found)
+        and all(
+            isinstance(one, dict)
+            and all(name in one and isinstance(one[name], kind) for name, kind in _FIELDS.items())
+            for one in found
+        )
+    )

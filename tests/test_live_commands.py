@@ -32,9 +32,16 @@ both = pytest.mark.parametrize("host", ["supervisor", "systemd"], indirect=True)
 @pytest.fixture
 def states() -> list[dict[str, Any]]:
     """How the gates of phases 0..3 stand on the host: all proven, until a test says otherwise."""
+    gates = (
+        ("p3_backend_wiring", "service-token-exact", True),
+        ("p3_backend_wiring", "conformance-kit-eager", False),
+        ("p2_paged_bf16", "tinymla-tokens", False),
+        ("p1_offline_kernel", "library-builds", False),
+        ("p0_oracle", "mask-paths", False),
+    )
     return [
         {
-            "phase": "p3_backend_wiring",
+            "phase": phase,
             "gate": gate,
             "kind": "correctness",
             "token_exact": exact,
@@ -42,14 +49,21 @@ def states() -> list[dict[str, Any]]:
             "why": None,
             "run": None,
         }
-        for gate, exact in (("service-token-exact", True), ("conformance-kit-eager", False))
+        for phase, gate, exact in gates
     ]
+
+
+@pytest.fixture
+def profile() -> list[str]:
+    """The arguments that a release's own phase gives a service."""
+    return ["--attention-backend", "kdtree_mla"]
 
 
 @pytest.fixture
 def kd(
     host: StandInHost,
     states: list[dict[str, Any]],
+    profile: list[str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> Kd:
@@ -58,6 +72,9 @@ def kd(
     monkeypatch.setattr(tasks, "_host", lambda name: host.host)
     monkeypatch.setattr(connection, "connect", lambda named: host.transport)
     monkeypatch.setattr(validation.Validation, "states", lambda self, release, phase: states)
+    monkeypatch.setattr(
+        validation.Validation, "profile", lambda self, release, phase: (tuple(profile), {})
+    )
 
     def run(*words: str) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", ["kd", *words])
@@ -261,6 +278,36 @@ def test_token_exactness_cannot_be_forced(
     assert "1 of them of token-exactness, which nothing can force" in err
     assert "--force" not in err.partition("which nothing can force")[2]
     assert host.releases.promotions()["live"] is None
+
+
+@pytest.mark.parametrize("left", [[], [0, 1], [1, 2, 3, 4], [0, 1, 2, 3]])
+def test_gates_that_a_release_does_not_name_are_missing(
+    kd: Kd, host: StandInHost, states: list[dict[str, Any]], left: list[int]
+) -> None:
+    """It says itself which gates it has; without one of token-exactness nothing is forced."""
+    host.place("a")
+    states[:] = [states[number] for number in left]
+    code, out, err = kd("promote", "3", "--force", "I know better")
+    assert (code, out) == (2, "")
+    assert "is missing: the release knows no such gate" in err
+    assert "of token-exactness, which nothing can force" in err
+    assert host.releases.promotions()["live"] is None
+
+
+def test_a_service_is_started_as_the_release_says(
+    kd: Kd, host: StandInHost, profile: list[str]
+) -> None:
+    """Its gates have run with that; the checkout here may say something else by now."""
+    kd("record")
+    host.place("a")
+    profile += ["--its-own", "x"]
+    assert kd("promote", "3")[0] == 0
+    assert "'--its-own', 'x'" in kd("logs", "-n", "1")[1]
+    profile.clear()
+    code, out, err = kd("promote", "3")
+    assert (code, out) == (2, "")
+    assert "phase 3 of release a has no service profile" in err
+    host.is_well("a")
 
 
 def test_what_is_taken_back_is_exit_1_and_what_is_down_is_exit_4(kd: Kd, host: StandInHost) -> None:

@@ -137,6 +137,28 @@ def test_only_what_is_proven_may_be_promoted() -> None:
     assert promotable.exit_code_of([said("proven")]) is ExitCode.PASSED
 
 
+def test_what_a_release_leaves_out_is_missing() -> None:
+    """It says itself which gates it has; nobody has proven those that it does not name."""
+    phases = promotable.up_to(load_phases(), load_phases()[3])
+    found = promotable.completed([], phases)
+    assert {one["phase"] for one in found} == {one.package for one in phases}
+    assert promotable.refused_even_if_forced(found) == promotable.lacking(found)
+    assert "p3_backend_wiring service-token-exact is missing: the release knows no such gate" in (
+        promotable.lacking(found)
+    )
+    whole = [
+        {**said("proven"), "phase": one.package, "gate": gate.name}
+        for one in phases
+        for gate in one.gates
+    ]
+    found = promotable.completed(whole, phases)
+    assert len(found) == len(whole)
+    assert promotable.lacking(found) == []
+    exact = [one["gate"] for one in found if one["token_exact"]]
+    assert exact == ["service-token-exact"], "whatever a release says of it"
+    assert not any(one["token_exact"] for one in whole), "what was given stays as it is"
+
+
 def test_states_of_this_machine_are_read_as_those_of_another(look) -> None:
     found = look(phase(0, Gate("exact", "", sample_gates.passes, token_exact=True)))
     states = [one.as_json() for one in found.values()]

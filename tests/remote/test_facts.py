@@ -58,6 +58,7 @@ def test_a_host_without_the_engine(python: pathlib.Path) -> None:
     [
         ("echo hello", "described the machine in something other than JSON: hello"),
         ("true", "described the machine in something other than JSON"),
+        ("printf '[%.0s' $(seq 100000)", "described the machine in something other than JSON: ["),
         ("echo '{}'", "host lab: field hostname: is required"),
         ("echo '[]'", "host lab: field (top level): must be an object, got []"),
         ("echo 'Segmentation fault' >&2; exit 139", "(exit code 139, Segmentation fault)"),

@@ -568,3 +568,31 @@ def test_two_at_once_get_one_lock(root: pathlib.Path) -> None:
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         assert sum(pool.map(take, range(6))) == 1
     assert [path.name for path in root.glob(".lock*")] == [".lock.guard"]
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("5", ": 5"),
+        ("[]", ": []"),
+        ("null", ": null"),
+        ("{}", ": {}"),
+        ('"error"', ': "error"'),
+        ('{"done": 5}', ': {"done": 5}'),
+        ('{"error": 5}', ': {"error": 5}'),
+        ("[" * 100_000, ": [[["),
+        ("", ""),
+    ],
+)
+def test_whatever_a_host_answers_is_one_line(tmp_path: pathlib.Path, said: str, told: str) -> None:
+    """A login script may print last, and what it prints may be JSON as well."""
+    (tmp_path / "said").write_text(f"{said}\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\ncat "{tmp_path}/said"\n')
+    python.chmod(0o755)
+    with pytest.raises(TransportError) as caught:
+        Releases(LocalTransport(), python=str(python), root="/srv/kd").known()
+    text = str(caught.value)
+    assert f"releases: {python} ended with exit code 0 and no answer{told}" in text
+    assert len(text) < 1000
+    assert "\n" not in text

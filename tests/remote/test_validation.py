@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import pathlib
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 import pytest
 import ssh_server
@@ -21,9 +23,9 @@ from phases.content import gate_content
 from phases.evidence import FigureRecord, GateRecord, Record, Store, new_run_id, now
 from phases.gate import FailureKind, GateKind, Status, Unit
 from phases.promotable import lacking
-from phases.registry import find_gate, load_phases
+from phases.registry import find_gate, find_phase, load_phases
 from phases.service import server_sglang
-from remote.deploy import Deployment
+from remote.deploy import Deployment, releases_of
 from remote.errors import TransportError
 from remote.inventory import Host, LocalHost
 from remote.local import LocalTransport
@@ -323,3 +325,71 @@ def test_ctrl_c_at_the_command_line(
     assert process.returncode == 130
     assert lines[-3:] == ["the run on local has ended\n", "\n", "kd: interrupted\n"]
     assert left(placed.release) == []
+
+
+class TestWhateverAReleaseAnswers:
+    """Its own kd is asked, and is what somebody has sent there."""
+
+    STATE: ClassVar[dict[str, object]] = {
+        **{"phase": "p0_oracle", "gate": "a", "kind": "correctness", "token_exact": False},
+        **{"state": "proven", "why": None, "run": None},
+    }
+
+    @pytest.fixture
+    def answers(self, tmp_path: pathlib.Path) -> Callable[[str], Validation]:
+        """The validation of a host whose release `a` prints that, whatever it is asked."""
+
+        def made(text: str) -> Validation:
+            host = LocalHost(name="here", kind="local", root=str(tmp_path), python=sys.executable)
+            releases_of(LocalTransport(), host).prepare()
+            source = tmp_path / "releases/a/source"
+            source.mkdir(parents=True)
+            (source.parent / "release.json").write_text("{}")
+            (source / "tasks.py").write_text(f"print({text!r})")
+            return Validation(LocalTransport(), host)
+
+        return made
+
+    @pytest.mark.parametrize(
+        "said",
+        [
+            *("", "5", "null", "[]", "{}", "{\n", "[" * 100_000, "{\n" + '"a":[' * 100_000),
+            *('{\n"gates": 5}', '{\n"gates": []}', '{\n"gates": {}}', '{\n"gates": [[]]}'),
+            json.dumps({"gates": [STATE | {"why": 5}]}, indent=1),
+            json.dumps({"gates": [STATE | {"token_exact": None}]}, indent=1),
+            json.dumps({"gates": [STATE | {"state": ["proven"]}]}, indent=1),
+        ],
+    )
+    def test_no_states_are_none_that_count(
+        self, answers: Callable[[str], Validation], said: str
+    ) -> None:
+        with pytest.raises(TransportError, match="its kd cannot tell how its gates stand") as why:
+            answers(said).states("a", 0)
+        assert "\n" not in str(why.value)
+
+    def test_states_are_read_after_a_login_message(
+        self, answers: Callable[[str], Validation]
+    ) -> None:
+        said = "Welcome {you}!\n" + json.dumps({"gates": [self.STATE]}, indent=1)
+        assert answers(said).states("a", 0) == [self.STATE]
+
+    @pytest.mark.parametrize(
+        "said",
+        [
+            *("", "5", "[]", "[\n", "[\n5]", '[\n{"number": 3}]', "[\n" * 100_000),
+            '[\n{"number": 3, "profile": {"arguments": [5], "environment": {}}}]',
+            '[\n{"number": 3, "profile": {"arguments": "x", "environment": []}}]',
+            '[\n{"number": 3, "profile": {"arguments": [], "environment": {"A": 1}}}]',
+        ],
+    )
+    def test_no_profile_is_one_line(self, answers: Callable[[str], Validation], said: str) -> None:
+        with pytest.raises(TransportError, match="cannot tell what phase 3 gives a service") as why:
+            answers(said).profile("a", 3)
+        assert "\n" not in str(why.value)
+
+
+@pytest.mark.slow
+def test_the_profile_is_the_releases_own(placed: Placed, reach: Callable[[], Validation]) -> None:
+    phase = find_phase(load_phases(), "3")
+    known = (phase.profile.arguments, dict(phase.profile.environment))
+    assert reach().profile(placed.release, 3) == known
