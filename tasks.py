@@ -315,8 +315,8 @@ def main() -> None:
 
 def _one_line(error: KdError | OSError) -> str:
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split())
+        return _shown(f"{error.filename}: {error.strerror}")
+    return _shown(" ".join(str(error).split()))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1361,7 +1361,7 @@ def _serve_there(
             return ExitCode.PASSED
         click.echo(f"kd: {host.name}: {shown}", err=True)
         click.echo(f"kd: it will answer at 127.0.0.1:{trial['port']} of {host.name}", err=True)
-        code: int = live.serve(trial, said=click.echo, note=_note)
+        code: int = live.serve(trial, said=lambda line: click.echo(_shown(line)), note=_note)
         return code
 
 
@@ -2537,7 +2537,7 @@ def deploy(
                     click.echo(placed["release"])
                 states = [] if no_validate else _validate(transport, host, placed["release"], phase)
         for line in lacking(states):
-            click.echo(line, err=True)
+            _note(line)
         validated = {"phase": None if no_validate else phase.package, "gates": states}
         return placed | validated, _judge(states)
 
@@ -2547,7 +2547,7 @@ def deploy(
 def _print_preview(found: dict[str, Any]) -> None:
     for what in ("new", "changed", "removed"):
         for name in found[what]:
-            click.echo(f"{what:<8} {name.removeprefix('source/')}")
+            click.echo(_shown(f"{what:<8} {name.removeprefix('source/')}"))
     counts = ", ".join(f"{len(found[what])} {what}" for what in ("new", "changed", "removed"))
     click.echo(f"{counts}, against {found['base'] or 'nothing'}", err=True)
 
@@ -2819,7 +2819,7 @@ def _proven_target(
     if force is not None and force.strip() and not never:
         return target, {"reason": force, "lacks": lacks}
     for line in lacks:
-        click.echo(f"kd: {line}", err=True)
+        _note(f"kd: {line}")
     why = f"{len(lacks)} gates are not proven"
     if never:
         why += f", {len(never)} of them of token-exactness, which nothing can force"
@@ -2967,13 +2967,14 @@ def logs(host_name: str, follow: bool, lines: int, as_json: bool) -> None:
 
 
 def _shown(text: str) -> str:
-    """A log as a terminal may have it: no control character but those of lines."""
+    """What a host has said, as a terminal may have it: no control character but those of lines."""
     lines = text.replace("\r\n", "\n")
     return "".join(one if one.isprintable() or one in "\n\t" else "?" for one in lines)
 
 
 def _note(text: str) -> None:
-    click.echo(text, err=True)
+    """A message, of which a host may have said a part."""
+    click.echo(_shown(text), err=True)
 
 
 @contextlib.contextmanager
@@ -3057,7 +3058,7 @@ def _release_of(releases: Any, wanted: str | None) -> str:
 def _changed(outcome: Any, host_name: str, as_json: bool) -> tuple[dict[str, Any], int]:
     """Tell how a change of the live service ended."""
     if not as_json:
-        click.echo(f"{host_name}: {outcome.text}", err=not outcome.done)
+        click.echo(_shown(f"{host_name}: {outcome.text}"), err=not outcome.done)
     if outcome.done:
         code = ExitCode.PASSED
     else:
@@ -3095,7 +3096,7 @@ def unlock(host_name: str, owner: str | None, as_json: bool) -> None:
             said = f"the lock of {host.name} is damaged {when}, and says no owner: type `damaged`"
         else:
             said = f"{holder['owner']} has had the lock of {host.name} {when}: {holder['command']}"
-        click.echo(said, err=True)
+        _note(said)
         if owner is None and sys.stdin.isatty():
             owner = click.prompt("break it? type the owner's name", default="", err=True)
         broken = owner == holder["owner"]
@@ -3174,7 +3175,7 @@ def _checked(host: Any) -> dict[str, Any]:
     needs = _needs(host, python, rsync)
     for one in needs:
         if not one["ok"]:
-            click.echo(f"kd: host {host.name}: {one['what']}: {one['said']}", err=True)
+            _note(f"kd: host {host.name}: {one['what']}: {one['said']}")
     return {**found, "ready": all(one["ok"] for one in needs), "needs": needs, "why": None}
 
 
@@ -3473,6 +3474,8 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     gives way, and where that is not enough the terminal breaks whole lines.
     """
     console = _console()
+    # A host may have said what is in a cell.
+    rows = [[_shown(cell).replace("\n", " ") for cell in row] for row in rows]
     widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
     if console.is_terminal and sum(widths[:-1]) + 3 * len(widths) + 20 <= console.width:
         from rich.table import Table

@@ -352,6 +352,28 @@ def test_a_model_that_changed_needs_other_tokens(kd: Kd, host: StandInHost) -> N
     assert "the recorded tokens are of another model" in err
 
 
+def test_no_control_character_of_a_host_reaches_a_terminal(
+    kd: Kd, host: StandInHost, states: list[dict[str, Any]]
+) -> None:
+    """What its Python says, its gates, who has its lock, what was released there and done."""
+    evil = "a\x1b]52;c;eA==\x07\x9b2Jz"
+    seen = "a?]52;c;eA==??2Jz"
+    host.place("a")
+    states[1] |= {"state": "failed", "why": evil}
+    assert f"is failed: {seen}" in kd("promote", "3")[2]
+    host.releases.lock(owner=evil, command=evil, token="t")
+    host.releases.audit({"did": "x", "by": evil, "result": evil})
+    assert f"{seen} has had the lock" in kd("unlock")[2]
+    shown = kd("status", "--host", "here")[1]
+    assert f"{seen}: x, {seen}" in shown
+    about = host.root / "releases/a/release.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"by": evil, "revision": evil}))
+    assert seen[:10] in kd("releases")[1]
+    host.python.write_text("#!/bin/sh\nprintf 'bad \\033]0;x\\007\\n' >&2; exit 1\n")
+    code, _, err = kd("status", "--host", "here")
+    assert (code, "no answer: bad ?]0;x?" in err) == (2, True)
+
+
 def test_a_phase_without_a_profile_is_refused(kd: Kd) -> None:
     code, _, err = kd("promote", "0")
     assert (code, "phase 0 (oracle) has no service profile" in err) == (2, True)
