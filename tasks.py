@@ -230,10 +230,10 @@ Exit codes:
   0    it is live (of `kd record`: the tokens are written; of `kd stop`: it is down)
   1    it was not fit; what was live before is live again, or nothing where nothing was or where
        it was stopped on purpose
-  2    wrong usage or configuration, or the host is locked; nothing has changed. Or the connection
-       was lost, or the job there was killed, as the message says: see `kd status --host`
+  2    wrong usage or configuration, or the host is locked; nothing has changed
   4    it was not fit, and what was live before does not serve either; or the lock was broken;
-       or, of `kd stop`, a process of the service does not end
+       or, of `kd stop`, a process of the service does not end; or the connection was lost, or the
+       job there was killed, so that nobody here knows: see `kd status --host`
   130  interrupted; what was live before is live again, or will be where Ctrl-C came twice
 """
 
@@ -308,8 +308,12 @@ def main() -> None:
     except (KdError, OSError) as error:
         if debug:
             traceback.print_exc()
+        from remote.errors import UnknownEnd
+
         click.echo(f"kd: {_one_line(error)}", err=True)
         code = ExitCode.BLOCKED if isinstance(error, MissingError) else ExitCode.USAGE
+        if isinstance(error, UnknownEnd):
+            code = ExitCode.DOWN
     sys.exit(code)
 
 

@@ -6,6 +6,7 @@ KdError
     +-- CommandTimeout  a command ran past its time limit and was ended
     +-- HostKeyError    a host's key is not known here, or is another than before
     +-- FactsError      a host's description of itself could not be read
+    +-- UnknownEnd      a live service was being changed, and how that ends is not known here
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from collections.abc import Sequence
 
 from kdtree_engine.errors import KdError
 
-__all__ = ["CommandFailed", "CommandTimeout", "FactsError", "HostKeyError", "TransportError"]
+__all__ = [
+    "CommandFailed",
+    "CommandTimeout",
+    "FactsError",
+    "HostKeyError",
+    "TransportError",
+    "UnknownEnd",
+]
 
 
 class TransportError(KdError):
@@ -50,6 +58,10 @@ class HostKeyError(TransportError):
 
 class FactsError(TransportError):
     """A host answered, and what it said about itself could not be read."""
+
+
+class UnknownEnd(TransportError):
+    """A change of a live service was begun, and nobody here knows what is live when it ends."""
 
 
 def last_words(text: str, before: str = "") -> str:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdtree_engine.errors import ConfigError
-from remote.errors import TransportError
+from remote.errors import TransportError, UnknownEnd
 from remote.inventory import Host, Service
 from remote.jobs import Heard, JobGone, end_interrupted, follow, new_job_name
 from remote.promoter import NOTHING
@@ -328,6 +328,8 @@ class LiveService:
             if not self._goes_on(job):
                 self._unlock(token)
                 raise
+            if isinstance(error, TransportError):
+                raise self._unknown(error, "whether it was begun there is not known") from error
             if not isinstance(error, KeyboardInterrupt):
                 raise
             self._cancel(what, job, note)
@@ -347,16 +349,30 @@ class LiveService:
         with contextlib.suppress(TransportError):  # what went wrong before is what is told
             self.releases.unlock(token)
 
+    def _unknown(self, error: TransportError, how: str) -> UnknownEnd:
+        remedy = f"kd status --host {self._host.name}"
+        return UnknownEnd(f"{error.problem}; {how}", remedy=remedy)
+
     def _cancel(self, what: str, job: str, note: Callable[[str], None]) -> None:
-        if what == "stop":
-            note("a stop is not taken back (kd restart); once more leaves it to the host")
-        else:
-            note("the host is asked to put back what was live; once more leaves it alone")
-            self.releases.end_job(job)
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):  # the first may have made it deaf
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     signal.signal(number, signal.default_int_handler)
+        if what == "stop":
+            note("a stop is not taken back (kd restart); once more leaves it to the host")
+            return
+        note("the host is asked to put back what was live; once more leaves it alone")
+        try:
+            self.releases.end_job(job)
+        except TransportError as error:
+            how = "it was not asked to put back what was live, and what was begun there goes on"
+            raise self._unknown(error, how) from error
+        except KeyboardInterrupt:
+            self._left(note)
+            raise
+
+    def _left(self, note: Callable[[str], None]) -> None:
+        note(f"left to the host, where it goes on: kd status --host {self._host.name}")
 
     def _follow(
         self, what: str, job: str, token: str, note: Callable[[str], None], asked: bool = False
@@ -380,23 +396,20 @@ class LiveService:
                 break
             except KeyboardInterrupt:
                 if asked:
-                    note(f"left to the host, where it goes on: kd status --host {self._host.name}")
+                    self._left(note)
                     raise
                 asked = True
                 self._cancel(what, job, note)
             except JobGone:
                 break
             except TransportError as error:
-                raise TransportError(
-                    f"{error.problem}; what was begun there goes on",
-                    remedy=f"kd status --host {self._host.name}",
-                ) from error
+                raise self._unknown(error, "what was begun there goes on") from error
         if not ends:  # it was ended before its first step
             self._unlock(token)
             if asked:
                 raise KeyboardInterrupt
         if "result" not in ends:
-            raise TransportError(
+            raise UnknownEnd(
                 f"host {self._host.name}: job {job} ended without a result: "
                 f"{other[-1] if other else 'it said nothing'}",
                 remedy=f"kd status --host {self._host.name}; kd unlock; then the same again",

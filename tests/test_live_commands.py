@@ -20,6 +20,7 @@ from stand_in_host import StandInHost
 import tasks
 from remote import connection, inventory, validation
 from remote.errors import TransportError
+from remote.releases import Releases
 
 pytestmark = pytest.mark.slow
 
@@ -326,6 +327,52 @@ def test_what_is_taken_back_is_exit_1_and_what_is_down_is_exit_4(kd: Kd, host: S
     code, out, _ = kd("promote", "3", "--release", "wrong", "--json")
     assert code == 4
     assert json.loads(out)["result"] == "down"
+
+
+def test_an_end_that_nobody_knows_is_exit_4(
+    kd: Kd, host: StandInHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection is lost in the middle, or the job there is killed: 2 would say no change."""
+
+    def lost(*of_no_use: object) -> None:
+        raise TransportError("the connection is lost")
+
+    def ended() -> None:
+        deadline = time.monotonic() + 40
+        while host.releases.lock_holder() is not None:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    kd("record")
+    host.place("a")
+    with monkeypatch.context() as broken:
+        broken.setattr(Releases, "look_at_job", lost)
+        broken.setattr("remote.jobs.follow.__kwdefaults__", {"poll_s": 0.1, "patience_s": 0.3})
+        code, _, err = kd("promote", "3")
+    assert (code, "what was begun there goes on" in err) == (4, True)
+    ended()
+    host.is_well("a")
+
+    start = Releases.start_promoter
+
+    def answer_lost(self: Releases, name: str, request: Any) -> None:
+        start(self, name, request)
+        raise TransportError("the connection is lost")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Releases, "start_promoter", answer_lost)
+        code, _, err = kd("restart")
+    assert (code, "whether it was begun there is not known" in err) == (4, True)
+    ended()
+
+    def killed(self: Releases, name: str, request: Any) -> None:
+        self.start_job(name, ["sleep", "60"], {})
+        self.end_job(name, signal.SIGKILL)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Releases, "start_promoter", killed)
+        code, _, err = kd("restart")
+    assert (code, "ended without a result" in err) == (4, True)
 
 
 def test_another_service_of_the_inventory_is_promoted_anew(kd: Kd, host: StandInHost) -> None:

@@ -28,7 +28,7 @@ from stand_in_host import NEW_TOKENS, StandInHost, interrupts
 import tasks
 from phases.runner import signals_interrupt
 from remote import agent, managers, promoter
-from remote.errors import TransportError
+from remote.errors import TransportError, UnknownEnd
 from remote.local import LocalTransport
 from remote.promotion import Outcome, Target
 
@@ -690,6 +690,34 @@ def test_ctrl_c_once_more_leaves_it_to_the_host(host: StandInHost) -> None:
     assert any("left to the host" in line for line in host.said), host.said
     _ended(host)
     host.is_well("good")
+
+
+@pytest.mark.slow
+def test_ctrl_c_to_a_host_that_does_not_answer(
+    host: StandInHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was begun goes on there, and that is said; once more ends the wait for the host."""
+
+    def lost(*of_no_use: object) -> bool:
+        raise TransportError("the connection is lost")
+
+    def hangs(*of_no_use: object) -> bool:
+        signal.raise_signal(signal.SIGINT)  # the second; the first one has made kd deaf to it
+        raise AssertionError("nobody heard it")
+
+    monkeypatch.setattr(host.releases, "end_job", lost)
+    interrupts(host, "starts: phase 3 of new")
+    with signals_interrupt(), pytest.raises(UnknownEnd, match="and what was begun there goes on"):
+        host.promote(host.place("new", "slow"))
+    _ended(host)
+    host.is_well("new")
+    monkeypatch.setattr(host.releases, "end_job", hangs)
+    interrupts(host, "starts: phase 3 of newer")
+    with signals_interrupt(), pytest.raises(KeyboardInterrupt):
+        host.promote(host.place("newer", "slow"))
+    assert host.said[-1].startswith("left to the host")
+    _ended(host)
+    host.is_well("newer")
 
 
 @pytest.mark.slow
