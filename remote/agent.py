@@ -335,13 +335,24 @@ def history(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def mark_bad(root: str, release: str, why: str) -> dict[str, Any]:
-    """A release that failed; it is not promoted again without being asked for by name."""
+    """A release that failed; it is not promoted again without being asked for by name.
+
+    Once it has been, and is live, it is not bad any more: see `mark_good`.
+    """
     folder = _release(_root(root), release)
     if not folder.is_dir():
         raise Refused(f"there is no release {release}")
     about = {"why": why, "at": time.time()}
     _write(folder / "bad.json", json.dumps(about) + "\n")
     return about
+
+
+def mark_good(root: str, release: str) -> dict[str, bool]:
+    """A release that is live after all; whether it was bad."""
+    mark = _release(_root(root), release) / "bad.json"
+    was_bad = mark.is_file()
+    mark.unlink(missing_ok=True)
+    return {"was_bad": was_bad}
 
 
 def put_evidence(

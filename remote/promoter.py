@@ -115,6 +115,7 @@ class Promoter:
         if why is not None:
             return self._restore(why, live, target)
         if self._request["what"] != "restart":
+            self._not_bad(target["release"])
             self._prune()
         return self._ends("promoted", f"{target['name']} is live", live, target)
 
@@ -242,6 +243,15 @@ class Promoter:
             for path in (named, str(self._request["model"]))
         )
         return here is None or here == there
+
+    def _not_bad(self, release: str | None) -> None:
+        """One that failed before and is live now is the newest that is not bad, as it may be."""
+        if release is None:
+            return
+        try:
+            agent.mark_good(self._root, release)
+        except OSError as error:
+            self._step("marks", f"{release} stays marked as bad: {error}")
 
     def _prune(self) -> None:
         """Remove old releases; what cannot be removed is no reason to take anything back."""

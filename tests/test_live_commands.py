@@ -281,6 +281,21 @@ def test_token_exactness_cannot_be_forced(
     assert host.releases.promotions()["live"] is None
 
 
+def test_a_bad_release_that_is_live_after_all_is_not_bad(kd: Kd, host: StandInHost) -> None:
+    """Else the next promotion, which takes the newest that is not bad, would go back behind it."""
+    kd("record")
+    host.place("old")
+    assert kd("promote", "3")[0] == 0
+    host.place("new", "dies")
+    assert kd("promote", "3")[0] == 1
+    assert [one["bad"] for one in host.releases.known()["releases"]] == [False, True]
+    (host.root / "releases/new/site/behaviour").write_text("")  # what ailed it was the host's
+    assert kd("promote", "3", "--release", "new")[0] == 0
+    assert [one["bad"] for one in host.releases.known()["releases"]] == [False, False]
+    assert "phase 3 of new is live already" in kd("promote", "3")[2]
+    host.is_well("new")
+
+
 @pytest.mark.parametrize("left", [[], [0, 1], [1, 2, 3, 4], [0, 1, 2, 3]])
 def test_gates_that_a_release_does_not_name_are_missing(
     kd: Kd, host: StandInHost, states: list[dict[str, Any]], left: list[int]
