@@ -87,6 +87,7 @@ class Promoter:
         self._root = str(request["root"])
         self._request = request
         self._health = request["health"]
+        self._checks = request["checks"]
         self._port = int(request["port"])
         self._say = say
         self._manager = managers.manager_of(self._root, request["manager"])
@@ -307,8 +308,7 @@ class Promoter:
         self._stop()
         try:
             self._start(target)
-            self._check("tokens")
-            self._sustain()
+            self._judge()
         except Unfit as error:
             if target["release"] is not None and self._request["what"] == "promote":
                 agent.mark_bad(self._root, target["release"], _told(error))
@@ -348,10 +348,10 @@ class Promoter:
                 self._set_up(live)
                 return None
             self._start(live)
-            if self._is_of_the_model(live):
-                self._check("tokens")
-            else:
+            if not self._is_of_the_model(live):
+                self._checks = []
                 self._step("asks", "nothing, as what was live has another model than these tokens")
+            self._judge()
         except Exception as error:  # an entry that cannot be used, too
             return f"what was live before does not serve: {_told(error)}"
         return None
@@ -437,6 +437,11 @@ class Promoter:
         else:
             agent.switch(self._root, target["release"])
 
+    def _judge(self) -> None:
+        """Whether what was started is fit: what is new and what is put back alike."""
+        self._check("tokens")
+        self._sustain()
+
     def _sustain(self) -> None:
         seconds = float(self._health["sustain_s"])
         self._step("sustains", f"must stay well for {seconds:g} s")
@@ -469,7 +474,7 @@ class Promoter:
 
     def _check(self, what: str) -> None:
         """Whether the tokens after each prompt are those that were recorded."""
-        checks = self._request["checks"]
+        checks = self._checks
         if not checks:
             return
         count = len(checks[0]["tokens"])

@@ -541,6 +541,22 @@ def freed(room: pathlib.Path) -> bool:
     return not room.exists()
 
 
+def test_what_is_put_back_must_stay_well_as_what_is_new(rig: Rig) -> None:
+    """It answered once and never again, and was said to serve."""
+    asked: list[int] = []
+
+    def once(connection: socket.socket) -> None:
+        asked.append(1)
+        says(*(RIGHT if len(asked) == 1 else [9, 9, 9]))(connection)
+
+    rig.servers["good"] = lambda: Server(rig.port, once)
+    rig.bad(says(9, 9, 9))
+    ends = rig.promote()
+    assert ends["result"] == "down", ends
+    assert "what was live before does not serve: other tokens than recorded" in ends["text"]
+    assert [one["step"] for one in rig.said].count("sustains") == 1
+
+
 def test_what_was_live_is_looked_for_at_its_own_port(rig: Rig) -> None:
     """The inventory names another port since."""
     agent.promoted(
