@@ -206,6 +206,12 @@ class Promoter:
         release = target["release"]
         if release is not None and not (place / "releases" / release / "release.json").is_file():
             raise agent.Refused(f"there is no release {release}")
+        serves = None if live is None or self._was_stopped else live.get("release")
+        if serves is not None and not (place / "releases" / serves / "release.json").is_file():
+            raise agent.Refused(
+                f"release {serves}, which is live, is not there any more and could not be put back "
+                f"if this fails: kd stop first, if that is to be so"
+            )
         if shutil.disk_usage(place).free < FREE:
             raise agent.Refused(f"less than {FREE >> 20} MB are free below {place}: make room")
         # Kept for what must be written to bring back what is live, should the disk be filled.

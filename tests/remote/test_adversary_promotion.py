@@ -336,6 +336,23 @@ def test_what_has_another_model_is_refused_before_anything_is_stopped(rig: Rig, 
     assert rig.manager.serves == "good"
 
 
+@pytest.mark.parametrize("what", ["promote", "record", "rollback"])
+def test_nothing_is_stopped_that_could_not_be_put_back(rig: Rig, what: str) -> None:
+    """Its release was removed by hand: what runs of it would be gone for good."""
+    gone = {**target("gone"), "release": "gone", "phase": 3}
+    agent.promoted(str(rig.root), {**gone, "result": "promoted", "by": "me"})
+    rig.bad(says(*RIGHT))
+    does = rig.promoter(what)
+    with pytest.raises(agent.Refused, match="release gone, which is live, is not there any more"):
+        if what == "record":
+            does.record(target("bad"), [[1, 2]])
+        else:
+            does.activate(target("bad"), back=what == "rollback")
+    assert rig.manager.serves == "good"
+    assert rig.promoter("stop").stop()["result"] == "off"
+    assert rig.promote()["result"] == "promoted"
+
+
 class TestStoppedOnPurpose:
     """`kd stop`: what is live stays what a restart gets, and nothing else starts it."""
 
