@@ -3082,7 +3082,7 @@ def unlock(host_name: str, owner: str | None, as_json: bool) -> None:
     owner of a lock file that cannot be read is `damaged`.
     """
     from remote.connection import connect
-    from remote.deploy import releases_of
+    from remote.deploy import releases_of, this_person
 
     host = _host(host_name)
     with contextlib.closing(connect(host)) as transport:
@@ -3106,6 +3106,11 @@ def unlock(host_name: str, owner: str | None, as_json: bool) -> None:
         broken = owner == holder["owner"]
         if broken:
             releases.break_lock(holder)
+            text = f"{holder['owner']}'s: {holder['command']}"
+            releases.audit(
+                {"did": "unlock", "by": this_person(), "result": "broken", "text": text}
+                | {"from": holder["owner"], "to": None}
+            )
         elif owner:
             raise ConfigError(f"the lock is not {owner}'s", remedy=f"--owner {holder['owner']}")
     if as_json:

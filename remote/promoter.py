@@ -95,6 +95,7 @@ class Promoter:
         self._log_start = 0
         self._going_back = False
         self._was_stopped = False
+        self._begun: tuple[dict[str, Any] | None, dict[str, Any]] | None = None
 
     def activate(self, target: dict[str, Any], *, back: bool) -> dict[str, Any]:
         """Make `target` live, or what was before live again.
@@ -582,9 +583,20 @@ class Promoter:
             self._step("audit", f"cannot be written: {error}")
         return {"step": "ends", "result": result, "text": text}
 
+    def lost(self) -> dict[str, Any]:
+        """How it ends where another has the lock: that it was begun stands in the audit log."""
+        text = "its lock was broken: what is live is for whoever has the lock now"
+        if self._begun is not None:
+            try:
+                self._audit("lost", *self._begun, text)
+            except (agent.Refused, OSError) as error:
+                self._step("audit", f"cannot be written: {error}")
+        return {"step": "ends", "result": "lost", "text": text}
+
     def _audit(
         self, result: str, live: dict[str, Any] | None, target: dict[str, Any], text: str = ""
     ) -> None:
+        self._begun = (live, target)
         agent.audit(
             self._root,
             {
@@ -727,8 +739,7 @@ def main(request: dict[str, Any]) -> int:
     except Cancelled:
         ends = {"step": "ends", "result": "refused", "text": "cancelled"}
     except Lost:
-        text = "its lock was broken: what is live is for whoever has the lock now"
-        ends = {"step": "ends", "result": "lost", "text": text}
+        ends = promoter.lost()
     except Exception as error:  # before anything was changed
         ends = {"step": "ends", "result": "refused", "text": _told(error)}
     try:

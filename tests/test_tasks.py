@@ -562,8 +562,12 @@ def test_a_lock_that_was_left_behind_is_broken_by_its_owners_name(
     assert refused.returncode == 2
     assert "locked by ann@there" in refused.stderr
     assert "kd unlock" in refused.stderr
+    assert not (folder / "audit.jsonl").exists()
     assert kd("unlock", "--owner", "ann@there", **there).stdout == "broken\n"
     assert not (folder / "lock.json").exists()
+    (audited,) = map(json.loads, (folder / "audit.jsonl").read_text().splitlines())
+    assert [audited[key] for key in ("did", "from", "result")] == ["unlock", "ann@there", "broken"]
+    assert "@" in audited["by"]
     (folder / "lock.json").write_text("")
     assert "the lock of local is damaged since 20" in kd("unlock", **there).stderr
     assert kd("unlock", "--owner", "damaged", **there).stdout == "broken\n"

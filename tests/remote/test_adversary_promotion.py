@@ -481,8 +481,12 @@ def test_a_lock_that_was_broken_ends_the_promotion_before_the_log(rig: Rig) -> N
         says(*RIGHT)(connection)
 
     rig.bad(taken)
+    does = rig.promoter()
     with pytest.raises(promoter.Lost):
-        rig.promote()
+        does.activate(target("bad"), back=False)
+    assert does.lost()["result"] == "lost"
+    (audited,) = agent.audited(str(rig.root), 1)["entries"]
+    assert [audited[key] for key in ("from", "to", "result")] == ["good", "bad", "lost"]
     assert rig.live() == "good"
     assert rig.manager.serves == "bad", "it is for the lock's new owner"
 
