@@ -36,6 +36,8 @@ from typing import Any
 from remote import agent, managers
 
 _GPU_LIMIT_S = 90.0
+_SMI_S = 15.0
+"""How long nvidia-smi is asked again where it is there and fails: drivers are busy at such times."""
 GPU_LEFT = 0.03
 """Of a GPU's memory: what drivers keep while nobody uses it, and more."""
 _COMPARED = 0.5
@@ -383,9 +385,14 @@ class Promoter:
 
     def _wait_for_gpus(self, strict: bool) -> None:
         """Until the memory of the GPUs is really free: a process that is gone may still hold it."""
-        deadline = time.monotonic() + _GPU_LIMIT_S
+        begun = time.monotonic()
+        deadline = begun + _GPU_LIMIT_S
         while True:
             held = gpus_held()
+            asks = shutil.which("nvidia-smi") and time.monotonic() - begun < _SMI_S
+            if held is None and asks:
+                time.sleep(1.0)
+                continue
             if held is None:
                 self._step("gpus", "nvidia-smi says nothing, so that nobody knows who holds memory")
                 return

@@ -387,16 +387,24 @@ class TestGpuMemory:
         assert promoter.gpus_held() is None
 
     def test_a_promotion_waits_until_it_is_free(self, host: StandInHost, smi: pathlib.Path) -> None:
-        """Held at first, as by a process that is gone and whose memory is not."""
-        (smi / "gpus").write_text("GPU-a, 0, 40000, 97887\n")
+        """Held at first, as by a process that is gone and whose memory is not.
+
+        And before that nvidia-smi fails, as it may while a driver is busy with what has ended.
+        """
+        (smi / "gpus").write_text("Unable to determine the device handle\n")
         (smi / "apps").write_text("")
         host.host.__dict__["cuda_arch"] = "sm_120"
-        timer = threading.Timer(4.0, (smi / "gpus").write_text, ("GPU-a, 0, 5, 97887\n",))
-        timer.start()
+        timers = [
+            threading.Timer(seconds, (smi / "gpus").write_text, (f"GPU-a, 0, {used}, 97887\n",))
+            for seconds, used in ((4.0, 40000), (7.0, 5))
+        ]
+        for timer in timers:
+            timer.start()
         begun = time.monotonic()
         assert host.promote(host.place("a")).done
-        assert time.monotonic() - begun > 4.0
-        timer.join()
+        assert time.monotonic() - begun > 7.0
+        for timer in timers:
+            timer.join()
 
 
 class TestDifference:
