@@ -426,7 +426,10 @@ def _unused(release: pathlib.Path) -> Iterator[bool]:
 
 def _remove_hidden(place: pathlib.Path) -> None:
     for gone in (place / "releases").glob(".removed.*"):
-        shutil.rmtree(gone)
+        if gone.is_symlink():  # somebody has moved the release to another disk: that stays there
+            gone.unlink()
+        else:
+            shutil.rmtree(gone)
 
 
 def lock(root: str, owner: str, command: str, token: str) -> dict[str, Any]:

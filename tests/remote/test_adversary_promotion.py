@@ -343,11 +343,14 @@ def test_nothing_is_stopped_that_could_not_be_put_back(rig: Rig, what: str) -> N
     agent.promoted(str(rig.root), {**gone, "result": "promoted", "by": "me"})
     rig.bad(says(*RIGHT))
     does = rig.promoter(what)
-    with pytest.raises(agent.Refused, match="release gone, which is live, is not there any more"):
+
+    def change() -> dict[str, Any]:
         if what == "record":
-            does.record(target("bad"), [[1, 2]])
-        else:
-            does.activate(target("bad"), back=what == "rollback")
+            return does.record(target("bad"), [[1, 2]])
+        return does.activate(target("bad"), back=what == "rollback")
+
+    with pytest.raises(agent.Refused, match="release gone, which is live, is not there any more"):
+        change()
     assert rig.manager.serves == "good"
     assert rig.promoter("stop").stop()["result"] == "off"
     assert rig.promote()["result"] == "promoted"

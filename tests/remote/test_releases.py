@@ -361,6 +361,23 @@ def test_a_prune_that_was_killed_is_taken_up(host: Releases, root: pathlib.Path)
     assert not (root / "releases/.removed.a").exists()
 
 
+def test_an_old_release_that_is_a_link_goes_and_what_it_leads_to_stays(
+    host: Releases, root: pathlib.Path
+) -> None:
+    """Somebody has moved it to another disk. It ended every later prune too."""
+    for name in ("a", "b", "c"):
+        placed(host, root, name)
+        host.switch(name)
+        host.promoted({"release": name, "result": "promoted"})
+    elsewhere = root.parent / "elsewhere"
+    (root / "releases/a").rename(elsewhere)
+    (root / "releases/a").symlink_to(elsewhere)
+    assert host.prune(1) == ["a"]
+    assert (elsewhere / "release.json").is_file()
+    assert sorted(path.name for path in (root / "releases").iterdir()) == ["b", "c"]
+    assert host.prune(1) == []
+
+
 def test_incoming_that_is_a_link_is_refused(host: Releases, root: pathlib.Path) -> None:
     host.prepare()
     other = root.parent / "precious"
