@@ -176,7 +176,6 @@ class Deployment:
                 "revision": commit,
                 "changed": changed,
                 "wheel": wheel.name,
-                "wheel_sha256": file_digest(wheel),
                 "kernels": self._library.is_file(),
             },
         )
@@ -289,7 +288,12 @@ def _place(
 ) -> dict[str, Any]:
     """Send the parts and make them a release, with the host's lock held."""
     kernels = build_there or bool(parts.about["kernels"])
-    about = {**parts.about, "by": this_person(), "kernels": kernels}
+    about = {
+        **parts.about,
+        "by": this_person(),
+        "kernels": kernels,
+        "wheel_sha256": file_digest(parts.wheel),
+    }
 
     def arrived() -> None:
         if build_there:

@@ -37,7 +37,7 @@ from remote import agent, managers
 
 _GPU_LIMIT_S = 90.0
 _SMI_S = 15.0
-"""How long nvidia-smi is asked again where it is there and fails: drivers are busy at such times."""
+"""How long nvidia-smi is asked again where it is there and fails: a driver may be busy."""
 GPU_LEFT = 0.03
 """Of a GPU's memory: what drivers keep while nobody uses it, and more."""
 _COMPARED = 0.5

@@ -283,6 +283,7 @@ def test_a_release_comes_of_a_bundle_alone(
         "wheel/tools/kd_new-1-py3-none-any.whl"
     }
     assert "python" not in about
+    assert about["wheel_sha256"] == file_digest(folder / "wheel" / about["wheel"])
 
 
 @pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not on PATH")
