@@ -2525,6 +2525,8 @@ def deploy(
                     if bundle is None
                     else preview_bundle(bundle, transport, host)
                 )
+                if build_on_host:
+                    found["kernels"] = "compiled there"
                 if not as_json:
                     _print_preview(found)
                 return found, ExitCode.PASSED
@@ -2549,11 +2551,23 @@ def deploy(
 
 
 def _print_preview(found: dict[str, Any]) -> None:
-    for what in ("new", "changed", "removed"):
-        for name in found[what]:
-            click.echo(_shown(f"{what:<8} {name.removeprefix('source/')}"))
+    """Each file that changes; where there is nothing yet, how much comes in each folder."""
+    if found["base"] is None:
+        _print_table(
+            ("new", "files", "KiB"),
+            [
+                (one["folder"], str(one["files"]), f"{one['bytes'] / 1024:.1f}")
+                for one in found["sends"]
+            ],
+        )
+    else:
+        for what in ("new", "changed", "removed"):
+            for name in found[what]:
+                click.echo(_shown(f"{what:<8} {name.removeprefix('source/')}"))
     counts = ", ".join(f"{len(found[what])} {what}" for what in ("new", "changed", "removed"))
-    click.echo(f"{counts}, against {found['base'] or 'nothing'}", err=True)
+    size = sum(one["bytes"] for one in found["sends"]) / 1024
+    _note(f"{counts}, against {found['base'] or 'nothing'}: {size:.1f} KiB to send")
+    _note(f"kernels (`kd build`): {found['kernels']}")
 
 
 @cli.command("bundle", epilog=BUNDLE_EPILOG)

@@ -168,14 +168,17 @@ def _last_line(text: str) -> str:
 def compare(root: str, manifest: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What a release of these files would change of the one there is. Writes nothing.
 
-    base: the current release, or the newest where none is.
+    base: the current release, or the newest where none is. libraries: {name: SHA-256} of its
+    kernels.
     """
     place = _root(root)
     base = _base(place)
     there = _json(place / "releases" / base / "manifest.json") if base else None
     there = there or {}
+    kernels = place / "releases" / (base or ".none") / "site" / "kdtree_engine" / "lib"
     return {
         "base": base,
+        "libraries": {one.name: file_digest(one) for one in sorted(kernels.glob("*.so"))},
         "new": sorted(set(manifest) - set(there)),
         "changed": sorted(
             name for name in manifest if name in there and there[name] != manifest[name]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import getpass
+import hashlib
 import os
 import pathlib
 import socket
 import sys
 import tempfile
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -91,11 +93,18 @@ class Deployment:
         require_current(self._library, self._engine / "csrc")
 
     def preview(self, transport: Transport, host: Host) -> dict[str, Any]:
-        """What the checkout would change there: base, new, changed, removed. Writes nothing.
+        """What the checkout would change there. Writes nothing.
 
-        The wheel is left out: it would have to be built to be compared.
+        base: the release that it is held against; None where there is none. new, changed, removed:
+        files. sends: folder, files and bytes of what is new or changed, by folders. kernels: of
+        the libraries that `kd build` made, against those there.
+
+        The wheel is left out, which would have to be built to be compared: it is of these sources
+        and libraries.
         """
-        return _preview(transport, host, self.checkout, tracked_files(self.checkout))
+        libraries = {one.name: file_digest(one) for one in self._library.parent.glob("*.so")}
+        names = tracked_files(self.checkout)
+        return _preview(transport, host, self.checkout, names, libraries)
 
     def run(
         self,
@@ -248,7 +257,13 @@ def preview_bundle(path: pathlib.Path, transport: Transport, host: Host) -> dict
     """As `Deployment.preview`."""
     with tempfile.TemporaryDirectory(prefix="kd-deploy-") as scratch:
         parts = read_bundle(path, pathlib.Path(scratch))
-        return _preview(transport, host, parts.checkout, parts.names)
+        with zipfile.ZipFile(parts.wheel) as packed:
+            libraries = {
+                pathlib.PurePosixPath(name).name: hashlib.sha256(packed.read(name)).hexdigest()
+                for name in packed.namelist()
+                if name.startswith("kdtree_engine/lib/") and name.endswith(".so")
+            }
+        return _preview(transport, host, parts.checkout, parts.names, libraries)
 
 
 def _tools_of(
@@ -319,9 +334,34 @@ def _place(
 
 
 def _preview(
-    transport: Transport, host: Host, checkout: pathlib.Path, names: Sequence[str]
+    transport: Transport,
+    host: Host,
+    checkout: pathlib.Path,
+    names: Sequence[str],
+    libraries: Mapping[str, str],
 ) -> dict[str, Any]:
     wanted: Manifest = manifest_of(checkout, names, under="source")
     found = releases_of(transport, host).compare(wanted)
+    there = found.pop("libraries")
     found["removed"] = [name for name in found["removed"] if name.startswith("source/")]
+    found["sends"] = _by_folder(checkout, [*found["new"], *found["changed"]])
+    if there == libraries:
+        found["kernels"] = "the same" if libraries else "none"
+    else:
+        found["kernels"] = "changed" if there and libraries else "new" if libraries else "removed"
     return found
+
+
+def _by_folder(checkout: pathlib.Path, names: Sequence[str]) -> list[dict[str, Any]]:
+    """folder, files and bytes; folder: the first of a path, `.` for files outside of any.
+
+    names: of a manifest, as in `source/plans/a.md`.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name in sorted(names):
+        path = pathlib.PurePosixPath(name).relative_to("source")
+        folder = path.parts[0] if len(path.parts) > 1 else "."
+        one = found.setdefault(folder, {"folder": folder, "files": 0, "bytes": 0})
+        one["files"] += 1
+        one["bytes"] += (checkout / path).stat().st_size
+    return list(found.values())

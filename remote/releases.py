@@ -71,7 +71,7 @@ class Releases:
         return int(self._ask("expect", _SLOW_S, names=names)["kept"])
 
     def compare(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """What a release of these files would change: base, new, changed, removed."""
+        """What a release of these files would change: base, libraries, new, changed, removed."""
         return self._ask("compare", manifest=manifest)
 
     def look_at_python(self, packages: Sequence[str] = ()) -> dict[str, Any]:

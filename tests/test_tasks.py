@@ -473,7 +473,11 @@ def test_a_checkout_becomes_a_release_of_this_machine(
         pytest.skip("needs rsync and a git checkout")
     there = {"HOME": str(tmp_path)}
     preview = kd("deploy", "--dry-run", **there)
-    assert "new      tasks.py" in preview.stdout.splitlines()
+    rows = {line.split()[0]: line.split()[1:] for line in preview.stdout.splitlines()}
+    assert rows["new"] == ["files", "KiB"]
+    assert len(rows) < 12, "a line for each folder, and not for each file"
+    assert int(rows["plans"][0]) > 10
+    assert "against nothing:" in preview.stderr
     assert not (tmp_path / ".local").exists()
     deployed = kd("deploy", "--no-validate", **there)
     assert deployed.returncode == 0, deployed.stderr

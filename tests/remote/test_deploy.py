@@ -91,6 +91,10 @@ def test_a_preview_writes_nothing(
 ) -> None:
     found = Deployment(checkout, (None, None)).preview(LocalTransport(), host)
     assert "source/README.md" in found["new"]
+    assert [(one["folder"], one["files"]) for one in found["sends"]] == [
+        (".", 1),
+        ("kdtree-engine", 6),
+    ]
     assert not (tmp_path / "root").exists()
 
 
@@ -106,7 +110,34 @@ def test_a_preview_is_against_the_newest_where_none_is_current(
         "new": [],
         "changed": ["source/README.md"],
         "removed": [],
+        "sends": [{"folder": ".", "files": 1, "bytes": len("changed\n")}],
+        "kernels": "none",
     }
+
+
+def test_a_preview_tells_other_kernels_of_the_same_sources(
+    checkout: pathlib.Path, host: LocalHost, tmp_path: pathlib.Path
+) -> None:
+    """No file that git knows says whether `kd build` has run since."""
+    deployment = Deployment(checkout, (None, None), tmp_path / "cache")
+
+    def kernels() -> object:
+        found = deployment.preview(LocalTransport(), host)
+        assert not (found["base"] and found["changed"])
+        return found["kernels"]
+
+    lib = checkout / "kdtree-engine/kdtree_engine/lib"
+    library = lib / "libkdtree_engine.so"
+    lib.mkdir()
+    (checkout / ".gitignore").write_text("*.so\n")
+    library.write_text("built")
+    assert kernels() == "new"
+    deployment.run(LocalTransport(), host, with_tools=False)
+    assert kernels() == "the same"
+    library.write_text("built again")
+    assert kernels() == "changed"
+    library.unlink()
+    assert kernels() == "removed"
 
 
 def test_a_host_is_looked_for_before_anything_is_built(

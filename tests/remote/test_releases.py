@@ -497,6 +497,7 @@ def test_what_would_change_is_told_and_nothing_is_written(
     before = sorted(root.rglob("*"))
     assert host.compare(wanted) == {
         "base": "first",
+        "libraries": {},
         "new": ["source/new"],
         "changed": ["source/text"],
         "removed": ["source/old"],
