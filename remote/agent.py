@@ -716,6 +716,31 @@ def kill_group(root: str, pid: int) -> dict[str, list[int]]:
     return found
 
 
+def below(pid: int) -> dict[int, int]:
+    """Processes that `pid` has started, and those that they have, whatever group they are in.
+
+    {process: when it was started}. Each is found by its parent, so they must be noted before that
+    ends.
+    """
+    parents: dict[int, int] = {}
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents[int(folder.name)] = int(fields[1])
+    found, grown = {pid}, True
+    while grown:
+        more = {one for one, parent in parents.items() if parent in found} - found
+        found |= more
+        grown = bool(more)
+    started = {one: _since(one) for one in found - {pid}}
+    return {one: since for one, since in started.items() if since is not None}
+
+
+def living(noted: dict[int, int]) -> list[int]:
+    """Those of `below` that live still; a number may be another process's by now."""
+    return sorted(one for one, since in noted.items() if _since(one) == since)
+
+
 def service_left(root: str) -> dict[str, list[int]]:
     """Processes that live of the service that was started last, whatever its manager knows of it.
 

@@ -11,6 +11,7 @@ import os
 import pathlib
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -115,13 +116,19 @@ class Supervisor(_OfHost):
         self._control("start", self._unit)
 
     def stop(self) -> None:
-        """End it, with every process of its group."""
+        """End it, with every process of its group and those that left it for their own."""
         before = self.status()
+        # supervisord knows none of them, and without their parents nobody will.
+        noted = {} if before["pid"] is None else agent.below(before["pid"])
         if before["state"] == RUNNING:
             self._control("stop", self._unit, limit_s=_STOP_LIMIT_S)
         if before["pid"] is not None:
             self._end_group(before["pid"])
         self._end_left()
+        _send(agent.living(noted), signal.SIGTERM)
+        _wait_until_gone(
+            lambda: agent.living(noted), lambda: _send(agent.living(noted), signal.SIGKILL)
+        )
 
     def status(self) -> dict[str, Any]:
         """state, pid and said."""
@@ -425,6 +432,12 @@ def _wait_until_gone(living: Callable[[], list[int]], kill: Callable[[], Any]) -
     raise agent.Refused(
         f"{len(left)} processes of the service outlived its stop: {', '.join(map(str, left[:5]))}"
     )
+
+
+def _send(processes: list[int], number: int) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
 
 
 def run(line: list[str], limit_s: float) -> subprocess.CompletedProcess[str]:

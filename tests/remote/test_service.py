@@ -176,6 +176,25 @@ def test_a_service_is_started_and_its_whole_group_ended(managed: Managed) -> Non
 
 
 @pytest.mark.slow
+def test_what_made_a_session_of_its_own_ends_too(managed: Managed) -> None:
+    """A rank that did so, works elsewhere and ignores being asked to end would hold its GPU."""
+    manager = managed.manager
+    manager.install()
+    alone = 'time.sleep(600)"], start_new_session=True, cwd="/")'
+    own = _SERVER.replace('time.sleep(600)"])', alone)
+    assert own != _SERVER
+    managed.serves(PYTHON, "-c", own)
+    manager.start()
+    child = told(managed.root)["child"]
+    first = manager.status().pid
+    assert first is not None
+    assert child not in managed.host.group_of(first)
+    assert managed.lives(child)
+    manager.stop()
+    assert not managed.lives(child)
+
+
+@pytest.mark.slow
 def test_the_next_start_is_of_what_it_says_then(managed: Managed) -> None:
     managed.manager.install()
     for name in ("first", "second"):
