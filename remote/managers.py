@@ -26,6 +26,8 @@ _GRACE_S = 10.0
 _STARTS_S = 1.0
 """What ends sooner has not started."""
 _ASK_S = 3.0
+_LOG_BYTES, _LOGS_KEPT = 64 << 20, 4
+"""A log of this size is begun anew at a start, and so many stay: as in `supervisord.conf`."""
 _SYSTEMD = 240
 """The first that can have a unit's output added to a file, and tells whether a program started."""
 
@@ -217,6 +219,7 @@ class Systemd(_OfHost):
         """
         if self.status()["state"] != RUNNING:
             self._end_left()
+            _begin_anew(self._folder / "service.log")
         # systemd would make it as root, for root alone.
         with contextlib.suppress(FileExistsError):
             (self._folder / "service.log").touch(mode=0o600, exist_ok=False)
@@ -432,6 +435,22 @@ def _wait_until_gone(living: Callable[[], list[int]], kill: Callable[[], Any]) -
     raise agent.Refused(
         f"{len(left)} processes of the service outlived its stop: {', '.join(map(str, left[:5]))}"
     )
+
+
+def _begin_anew(log: pathlib.Path) -> None:
+    """Let a long log be the first of those before it, as supervisord does: systemd only adds to it.
+
+    While nothing prints to it. A link, by which somebody has put it elsewhere, stays.
+    """
+    try:
+        if log.is_symlink() or log.stat().st_size < _LOG_BYTES:
+            return
+    except FileNotFoundError:
+        return
+    for number in range(_LOGS_KEPT, 0, -1):
+        newer = log.with_name(f"{log.name}.{number - 1}") if number > 1 else log
+        with contextlib.suppress(FileNotFoundError):
+            newer.replace(log.with_name(f"{log.name}.{number}"))
 
 
 def _send(processes: list[int], number: int) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from systemd_machine import SYSTEM_PYTHON, MachineTransport, SystemdMachine
 
+from remote import managers
 from remote.releases import ReleaseRefused, Releases
 from remote.service import Manager, State, Systemd
 
@@ -129,6 +130,29 @@ def test_one_that_dies_by_itself_is_not_started_again(
     time.sleep(1.0)
     assert systemd.status().pid is None
     assert "NRestarts=0" in machine.run("systemctl", "show", "sglang", "--property=NRestarts")
+
+
+def test_a_long_log_is_begun_anew_at_the_next_start(
+    systemd: Systemd, host: Releases, tmp_path: pathlib.Path
+) -> None:
+    """systemd only adds to it; four that were before stay."""
+    systemd.install()
+    log = tmp_path / "root/service/service.log"
+    serves(host, "sh", "-c", "echo one; exec sleep 600")
+    for number in range(6):
+        with log.open("a") as printed:
+            printed.write(f"{number}\n")
+            printed.truncate(managers._LOG_BYTES + number)
+        systemd.start()
+        until(lambda: log.read_text() == "one\n")
+        assert log.stat().st_mode & 0o777 == 0o600
+        systemd.stop()
+    kept = {one.name: one.stat().st_size for one in log.parent.glob("service.log.*")}
+    assert kept == {
+        f"service.log.{number}": managers._LOG_BYTES + 6 - number for number in range(1, 5)
+    }
+    systemd.start()
+    until(lambda: log.read_text() == "one\none\n")
 
 
 @pytest.mark.parametrize(
