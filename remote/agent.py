@@ -53,6 +53,8 @@ _METRICS_S, _METRICS_BYTES = 5.0, 32 << 20
 """How long a service may take to say its metrics, and how many bytes of them are looked at."""
 _METRICS_LINE_BYTES, _METRICS_KEPT_BYTES = 1 << 16, 1 << 20
 """How long a line of them may be, and how much of them is told: what kd exports is a few lines."""
+_LEFT_S = 10.0
+"""How long what a killed transfer left at work may take to be gone."""
 _JOBS_KEPT = 20
 """How many jobs that have ended keep their logs."""
 _JOB_STARTS_S = 600.0
@@ -81,10 +83,22 @@ def prepare(root: str) -> dict[str, Any]:
 
 
 def expect(root: str, names: list[str]) -> dict[str, int]:
-    """Of what came before a transfer broke off, keep what is wanted now; how much that is."""
+    """Of what came before a transfer broke off, keep what is wanted now; how much that is.
+
+    For who has the lock: what a transfer or a build that was killed left at work there is ended.
+    """
     incoming = _root(root) / "incoming"
     if incoming.is_symlink():
         raise Refused(f"{incoming}: expected a folder, got a link")
+    _end_builds(root)
+    deadline = time.monotonic() + _LEFT_S
+    while busy := _at_work_in(incoming):
+        for process in busy:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            raise Refused(_still_at_work(incoming, busy))
+        time.sleep(0.1)
     wanted = set(names)
     kept = 0
     for path in sorted(incoming.rglob("*"), reverse=True):  # what is in a folder before the folder
@@ -98,6 +112,38 @@ def expect(root: str, names: list[str]) -> dict[str, int]:
     for part in ("source", "wheel", "wheel/tools"):
         (incoming / part).mkdir(mode=0o700, exist_ok=True)
     return {"kept": kept}
+
+
+def _at_work_in(folder: pathlib.Path) -> list[int]:
+    """Each rsync that works in a folder or below it, as the receiving end of one does.
+
+    Somebody's shell may be there as well, to look.
+    """
+    place = os.path.realpath(folder)
+    found = []
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone by now, or another user's
+            works = str((process / "cwd").readlink())
+            if (process / "comm").read_text().strip() != "rsync":
+                continue
+            if works == place or works.startswith(f"{place}/"):
+                found.append(int(process.name))
+    return sorted(found)
+
+
+def _still_at_work(folder: pathlib.Path, processes: list[int]) -> str:
+    return (
+        f"{folder}: an rsync works there (process {', '.join(map(str, processes[:3]))}), of a "
+        f"transfer that was given up and goes on: end it, then the same again"
+    )
+
+
+def _end_builds(root: str) -> None:
+    """Builds that go on after what began them was killed: theirs would be taken for ours."""
+    for job in jobs(root)["jobs"]:
+        if job["name"].startswith("build-"):
+            with contextlib.suppress(Refused):
+                end_job(root, job["name"], signal.SIGKILL)
 
 
 def look_at_python(root: str, packages: list[str]) -> dict[str, Any]:
@@ -204,6 +250,9 @@ def place_release(
     if target.exists():
         raise Refused(f"release {release} is there already")
     incoming = place / "incoming"
+    # It would go on writing into the release, wherever that has been moved to.
+    if busy := _at_work_in(incoming):
+        raise Refused(_still_at_work(incoming, busy))
     faults = _faults(incoming, manifest)
     if faults:
         more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""

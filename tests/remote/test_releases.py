@@ -10,6 +10,8 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -359,6 +361,47 @@ def test_a_prune_that_was_killed_is_taken_up(host: Releases, root: pathlib.Path)
     assert known["previous"] is None, "it is not there any more"
     assert host.prune(5) == []
     assert not (root / "releases/.removed.a").exists()
+
+
+def test_a_transfer_that_was_given_up_does_not_go_on_in_a_release(
+    host: Releases, root: pathlib.Path
+) -> None:
+    """A kd that was killed leaves its rsync, whose other end works in `incoming`.
+
+    It would follow that into the release that a second try makes of it, and change it after the
+    look.
+    """
+    rsync = root.parent / "rsync"
+    shutil.copy("/bin/sh", rsync)
+    host.prepare()
+    host.expect([])
+
+    def writes(program: str | pathlib.Path) -> subprocess.Popen[bytes]:
+        late = "sleep 2; echo other >a; sleep 60"
+        return subprocess.Popen([program, "-c", late], cwd=root / "incoming/source")
+
+    with writes(rsync) as first, writes("/bin/sh") as person:
+        host.expect([])
+        assert first.wait(10) == -signal.SIGKILL, "whoever has the lock ends it"
+        assert person.poll() is None, "somebody who looks is left alone"
+        person.kill()
+    manifest = arrives(root, {"source/a": b"right"})
+    with writes(rsync) as second:
+        with pytest.raises(ReleaseRefused, match=rf"an rsync works there \(process {second.pid}\)"):
+            host.place("a", manifest, {})
+        second.kill()
+    host.place("a", manifest, {})
+    assert (root / "releases/a/source/a").read_bytes() == b"right"
+
+
+def test_a_build_that_was_given_up_is_ended(host: Releases, root: pathlib.Path) -> None:
+    """Its library would be taken for that of the next release, which may be of other sources."""
+    host.prepare()
+    for name in ("build-1", "validate-1"):
+        host.start_job(name, ["sleep", "60"], {})
+    host.expect([])
+    assert [one["name"] for one in host.jobs()] == ["validate-1"]
+    host.end_job("validate-1", signal.SIGKILL)
 
 
 def test_an_old_release_that_is_a_link_goes_and_what_it_leads_to_stays(
