@@ -860,6 +860,8 @@ def jobs(root: str) -> dict[str, Any]:
     for folder in (_root(root) / "jobs").glob("*"):
         about = _job_of(folder)
         if about is None:
+            about = _kept_by(folder)
+        if about is None:
             unknown.append(folder)
         elif _goes_on(folder, about):
             found.append({"name": folder.name, "at": about["at"]})
@@ -891,13 +893,25 @@ def _known_job(folder: pathlib.Path) -> dict[str, Any]:
     about = _job_of(folder)
     if about is not None:
         return about
-    place = folder / "job.json"
-    if not place.exists():
+    if not folder.is_dir():
         raise Refused(f"there is no job {folder.name}")
-    raise Refused(
-        f"{place} is damaged, so that nobody knows which process that job is: look at "
-        f"{folder / 'log'}; its processes work in {folder}"
-    )
+    return _kept_by(folder) or {"pid": 0, "since": None, "at": folder.stat().st_mtime}
+
+
+def _kept_by(folder: pathlib.Path) -> dict[str, Any] | None:
+    """As `_job_of`, of a job whose file is damaged or was never written: its keeper says so.
+
+    That has where the job's end is written among its arguments. None where none lives.
+    """
+    wanted = os.fsencode(folder / "exit")
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone by now
+            arguments = (process / "cmdline").read_bytes().split(b"\0")
+            since = _since(int(process.name))
+            if _KEEPER.encode() in arguments and wanted in arguments and since is not None:
+                at = folder.stat().st_mtime
+                return {"pid": int(process.name), "since": since, "at": at}
+    return None
 
 
 def _goes_on(folder: pathlib.Path, about: dict[str, Any]) -> bool:
@@ -972,7 +986,9 @@ def look_at_job(root: str, name: str, offset: int = 0) -> dict[str, Any]:
         code: int | None = int((folder / "exit").read_text())
     except FileNotFoundError:
         code = None
-    with (folder / "log").open("rb") as printed:
+    block = b""
+    # Without a log its start was killed.
+    with contextlib.suppress(FileNotFoundError), (folder / "log").open("rb") as printed:
         printed.seek(offset)
         block = printed.read(_BLOCK)
     # A character that is not there to its end yet stays for the next look.
@@ -988,7 +1004,7 @@ def look_at_job(root: str, name: str, offset: int = 0) -> dict[str, Any]:
 def end_job(root: str, name: str, number: int = signal.SIGTERM) -> dict[str, bool]:
     """Send a signal to a job and all that it has started; whether it was there."""
     folder = _job(root, name)
-    if not (folder / "job.json").exists():
+    if not folder.is_dir():
         return {"was_alive": False}
     about = _known_job(folder)
     if about["since"] is None or _since(about["pid"]) != about["since"]:

@@ -6,6 +6,7 @@ import os
 import pathlib
 import signal
 import sys
+import threading
 import time
 
 import pytest
@@ -153,9 +154,32 @@ def test_a_damaged_job_is_in_nobody_s_way(tmp_path: pathlib.Path, content: str) 
     (damaged / "job.json").write_text(content, encoding="latin-1")
     _start(tmp_path, "next", "true")
     assert [one["name"] for one in agent.jobs(str(tmp_path))["jobs"]] in ([], ["next"])
-    for look in (agent.look_at_job, agent.end_job):
-        with pytest.raises(agent.Refused, match=r"damaged/job\.json is damaged, so that nobody"):
-            look(str(tmp_path), "damaged")
+    found = agent.look_at_job(str(tmp_path), "damaged")
+    assert (found["text"], found["alive"], found["exit_code"]) == ("", False, None)
+    assert agent.end_job(str(tmp_path), "damaged") == {"was_alive": False}
+
+
+@pytest.mark.parametrize("content", ["{", None])
+def test_a_job_whose_file_is_damaged_is_followed_and_ended(
+    releases: Releases, tmp_path: pathlib.Path, content: str | None
+) -> None:
+    """Or was never written, as its start was killed: what keeps it says which job that is."""
+    releases.start_job("other", ["sleep", "60"], {})
+    releases.start_job("a", ["sh", "-c", "echo runs; sleep 60 & sleep 61"], {})
+    file = tmp_path / "root/jobs/a/job.json"
+    if content is None:
+        file.unlink()
+    else:
+        file.write_text(content)
+    assert {one["name"] for one in releases.jobs()} == {"a", "other"}
+    lines: list[str] = []
+    end = threading.Timer(1.0, lambda: releases.end_job("a"))
+    end.start()
+    assert follow(releases, "a", lines.append, poll_s=0.05) == -signal.SIGTERM
+    end.join()
+    assert lines == ["runs"]
+    assert [one["name"] for one in releases.jobs()] == ["other"]
+    assert releases.end_job("other", signal.SIGKILL)
 
 
 def test_a_damaged_job_goes_once_nothing_of_it_can_run(tmp_path: pathlib.Path) -> None:
