@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import json
+import secrets
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
@@ -18,6 +19,7 @@ from remote.errors import TransportError, last_words
 from remote.host_build import CUDA
 from remote.inventory import Host
 from remote.jobs import new_job_name, run_job
+from remote.releases import ReleaseRefused
 from remote.transport import Transport
 
 __all__ = ["States", "Validation"]
@@ -38,6 +40,20 @@ except FileNotFoundError:
     sys.exit("it is not there any more: a promotion has removed it as an old one")
 os.set_inheritable(mark, True)
 os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+# Runs the gates, and says how they stand then, with the mark held from the first to the last. $1 is
+# the line between the two. A signal is for the gates, and this waits for them.
+_BOTH = """
+import signal, subprocess, sys
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, lambda *of_no_use: None)
+between, program, *wanted = sys.argv[1:]
+line = [sys.executable, program, "verify", *wanted, "--json"]
+code = subprocess.call([*line, "--no-input"])
+if code in (0, 1, 3):
+    print(between, flush=True)
+    subprocess.call([*line, "--dry-run"])
+sys.exit(code if code >= 0 else 128 - code)
 """
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "phase": str,
@@ -75,15 +91,20 @@ class Validation:
         Raises UnknownName where there is no such release, TransportError where the run does not
         come to its end.
         """
-        line, environment = self._program(release)
+        (*using, program), environment = self._program(release)
         name = new_job_name("validate")
-        line = [*line, "verify", "--phase", str(phase), "--json", "--no-input"]
+        between = f"kd: {secrets.token_hex(16)}"
+        line = [*using, "-c", _BOTH, between, program, "--phase", str(phase)]
         said: list[str] = []
+        stand: list[str] = []
         result = False
 
         def hear(text: str) -> None:
             nonlocal result
-            result = result or text == "{"  # the record, which `states` tells better
+            if stand or text == between:
+                stand.append(text)
+                return
+            result = result or text == "{"  # the record, which its states tell better
             if not result:
                 said.append(text)
                 note(text)
@@ -104,8 +125,11 @@ class Validation:
                 f"end (exit code {code}){last_words(chr(10).join(said), ': ')}",
                 remedy=f"the log there: jobs/{name}/log below the host's root",
             )
-        found = self.states(release, phase)
-        self._releases.put_evidence(release, str(phase), found)
+        found = self._states_of(release, "\n".join(stand[1:]), "")
+        try:
+            self._releases.put_evidence(release, str(phase), found)
+        except ReleaseRefused:  # what ran is kept all the same, as evidence is of no release
+            note(f"{release} is not there any more: a promotion has removed it as an old one")
         self._releases.audit(
             {
                 "did": "validate",
@@ -126,12 +150,18 @@ class Validation:
             timeout=_ANSWER_S,
             check=False,
         )
-        found = _json_of(done.stdout, "{")
+        why = f" (exit code {done.exit_code}){last_words(done.stderr, ': ')}"
+        said = done.stdout if done.exit_code in _ENDED else ""
+        return self._states_of(release, said, why)
+
+    def _states_of(self, release: str, said: str, why: str) -> States:
+        """What the release's kd has printed of its gates. why: how it ended, for what is none."""
+        found = _json_of(said, "{")
         states = found.get("gates") if isinstance(found, dict) else None
-        if done.exit_code not in _ENDED or not _are_states(states):
+        if not _are_states(states):
             raise TransportError(
                 f"host {self._transport.host}: release {release}: its kd cannot tell how its gates "
-                f"stand (exit code {done.exit_code}){last_words(done.stderr, ': ')}"
+                f"stand{why or last_words(said, ': ')}"
             )
         return states
 

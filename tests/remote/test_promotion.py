@@ -156,6 +156,34 @@ def test_ctrl_c_puts_back_what_was_live(host: StandInHost) -> None:
     assert not any(one["bad"] for one in host.releases.known()["releases"])
 
 
+def test_ctrl_c_at_any_point_leaves_live_what_was(
+    host: StandInHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each step that is told, and before the first of them: with the lock had, and installed."""
+    assert host.promote(host.place("good")).done
+    host.place("new", "slow")
+    for owner, name in ((host.releases, "lock"), (host.live.manager, "install")):
+        does = getattr(owner, name)
+
+        def interrupted(*given: Any, does: Any = does, **more: Any) -> None:
+            does(*given, **more)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as cut:
+            cut.setattr(owner, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                host.promote("new")
+        host.is_well("good")
+    host.host.health.__dict__["sustain_s"] = 3.0
+    for step in ("stops", "starts: phase 3 of new", "healthy", "asks: tokens:", "sustains"):
+        interrupts(host, step)
+        with pytest.raises(KeyboardInterrupt):
+            host.promote("new")
+        host.is_well("good")
+        assert host.audit()[-1] == ("promote", "phase 3 of good", "phase 3 of new", "restored")
+    assert not any(one["bad"] for one in host.releases.known()["releases"])
+
+
 def test_a_port_that_somebody_else_holds_is_said(host: StandInHost) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", host.port))

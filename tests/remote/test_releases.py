@@ -371,10 +371,10 @@ def test_a_transfer_that_was_given_up_does_not_go_on_in_a_release(
     It would follow that into the release that a second try makes of it, and change it after the
     look.
     """
-    rsync = root.parent / "rsync"
-    shutil.copy("/bin/sh", rsync)
     host.prepare()
     host.expect([])
+    rsync = root.parent / "rsync"
+    shutil.copy("/bin/sh", rsync)
 
     def writes(program: str | pathlib.Path) -> subprocess.Popen[bytes]:
         late = "sleep 2; echo other >a; sleep 60"

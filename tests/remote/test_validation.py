@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import ClassVar
@@ -386,6 +387,55 @@ class TestWhateverAReleaseAnswers:
         with pytest.raises(TransportError, match="cannot tell what phase 3 gives a service") as why:
             answers(said).profile("a", 3)
         assert "\n" not in str(why.value)
+
+
+_GATES = """
+import pathlib, sys
+if "--dry-run" in sys.argv:
+    print({said!r})
+else:
+    print("[1/1] a gate")
+sys.stdout.flush()
+pathlib.Path("at").write_text(sys.argv[-1])
+while pathlib.Path("at").exists():
+    pass
+sys.exit(3)
+"""
+
+
+def test_a_release_stays_until_it_is_known_how_its_gates_stand(tmp_path: pathlib.Path) -> None:
+    """Nothing marked it between their end and the look; and what ran counts where it is gone."""
+    host = LocalHost(name="here", kind="local", root=str(tmp_path), python=sys.executable)
+    releases = releases_of(LocalTransport(), host)
+    releases.prepare()
+    for name in "abc":
+        (tmp_path / "releases" / name / "source").mkdir(parents=True)
+        (tmp_path / "releases" / name / "release.json").write_text("{}")
+        releases.promoted({"release": name, "result": "promoted"})
+    state = TestWhateverAReleaseAnswers.STATE
+    said = json.dumps({"gates": [state]}, indent=1)
+    (tmp_path / "releases/a/source/tasks.py").write_text(_GATES.format(said=said))
+    pruned: list[list[str]] = []
+
+    def prunes() -> None:
+        for step in ("--no-input", "--dry-run"):
+            deadline = time.monotonic() + 60
+            while not [one for one in (tmp_path / "jobs").glob("*/at") if one.read_text() == step]:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            pruned.append(releases.prune(1))
+            (one,) = (tmp_path / "jobs").glob("*/at")
+            one.unlink()
+
+    thread = threading.Thread(target=prunes)
+    thread.start()
+    notes: list[str] = []
+    assert Validation(LocalTransport(), host).run("a", 0, notes.append, poll_s=0.1) == [state]
+    thread.join()
+    assert pruned == [[], []]
+    assert notes == ["[1/1] a gate"]
+    assert releases.known()["releases"][0]["evidence"]["gates"] == [state]
+    assert releases.prune(1) == ["a"]
 
 
 @pytest.mark.slow
