@@ -2695,7 +2695,7 @@ def releases(host_name: str, as_json: bool) -> None:
         [
             (
                 one["release"],
-                (one.get("revision") or "unknown")[:12] + ("+" if one.get("changed") else ""),
+                str(one.get("revision") or "unknown")[:12] + ("+" if one.get("changed") else ""),
                 str(one.get("by", "")),
                 "yes" if one.get("kernels") else "no",
                 _proven_of(one.get("evidence")),
@@ -3049,8 +3049,10 @@ def _checks(live: Any) -> list[dict[str, Any]]:
             remedy=remedy,
         )
     found = expected(record)
-    model = live.model()
-    if any(record["model"].get(name) != model[name] for name in ("path", "config", "files")):
+    model, recorded = live.model(), record.get("model")
+    if not isinstance(recorded, dict) or any(
+        recorded.get(name) != model[name] for name in ("path", "config", "files")
+    ):
         raise ConfigError(
             f"host {host}: the recorded tokens are of another model than {model['path']} is now",
             remedy=remedy,
@@ -3097,6 +3099,7 @@ def unlock(host_name: str, owner: str | None, as_json: bool) -> None:
     """
     from remote.connection import connect
     from remote.deploy import releases_of, this_person
+    from remote.errors import TransportError
 
     host = _host(host_name)
     with contextlib.closing(connect(host)) as transport:
@@ -3121,10 +3124,11 @@ def unlock(host_name: str, owner: str | None, as_json: bool) -> None:
         if broken:
             releases.break_lock(holder)
             text = f"{holder['owner']}'s: {holder['command']}"
-            releases.audit(
-                {"did": "unlock", "by": this_person(), "result": "broken", "text": text}
-                | {"from": holder["owner"], "to": None}
-            )
+            did = {"did": "unlock", "by": this_person(), "result": "broken", "text": text}
+            try:
+                releases.audit({**did, "from": holder["owner"], "to": None})
+            except TransportError as error:  # a full disk is a reason to break a lock
+                _note(f"the audit log does not say so: {_one_line(error)}")
         elif owner:
             raise ConfigError(f"the lock is not {owner}'s", remedy=f"--owner {holder['owner']}")
     if as_json:

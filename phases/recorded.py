@@ -70,15 +70,15 @@ def expected(record: Mapping[str, Any]) -> Expected:
         rounding = max((moved(*two) for two in zip(alone, together, strict=True)), default=0.0)
         checks = [
             {
-                "prompt": prompt,
+                "prompt": [int(token) for token in prompt],
                 "tokens": list(answer.tokens),
                 "others": _near_ties(answer, max(2 * rounding, _tie(rounding))),
             }
             for prompt, answer in zip(record["prompts"], together, strict=True)
         ]
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
-            f"the recorded tokens cannot be read: {error!r}", remedy="kd record"
+            f"the recorded tokens cannot be read: {error!r:.300}", remedy="kd record"
         ) from error
     if not checks or not all(check["tokens"] for check in checks):
         raise ConfigError("the recorded tokens are none at all", remedy="kd record")

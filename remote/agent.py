@@ -325,9 +325,14 @@ def releases(root: str) -> dict[str, Any]:
 def _evidence_of(release: pathlib.Path) -> dict[str, Any] | None:
     """What `put_evidence` wrote. It is to be shown alone, so a damaged one is as good as none."""
     try:
-        return _json(release / "evidence.json")
+        found = _json(release / "evidence.json") or {}
     except Refused:
         return None
+    gates = found.get("gates")
+    whole = isinstance(gates, list) and all(
+        isinstance(one, dict) and "state" in one for one in gates
+    )
+    return found if whole and "phase" in found else None
 
 
 def promoted(root: str, entry: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,9 @@ def record(alone: list[Any], together: list[Any]) -> dict[str, Any]:
     return {"prompts": [[1, 2]], "alone": [one], "together": [other]}
 
 
+GOOD = {"tokens": [10], "likely": [likely(-1.0, -2.0)]}
+
+
 def test_prompts_are_ragged_and_come_again_and_fit() -> None:
     prompts = draw_prompts(vocabulary=1000, positions=None, count=6, new_tokens=8)
     assert [len(prompt) for prompt in prompts] == [7, 33, 120, 400, 8, 34]
@@ -65,6 +68,12 @@ def test_where_the_server_parts_from_itself_that_counts() -> None:
     ("given", "says"),
     [
         ({}, "cannot be read"),
+        ({"prompts": ["x"], "alone": [GOOD], "together": [GOOD]}, "cannot be read"),
+        ({"prompts": [[float("inf")]], "alone": [GOOD], "together": [GOOD]}, "cannot be read"),
+        (
+            {"prompts": [[1]], "alone": [GOOD], "together": [GOOD | {"tokens": [float("inf")]}]},
+            "cannot be read",
+        ),
         ({"prompts": [[1]], "alone": [], "together": []}, "cannot be read"),
         ({"prompts": [], "alone": [], "together": []}, "none at all"),
         (record([], []), "none at all"),

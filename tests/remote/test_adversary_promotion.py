@@ -902,6 +902,8 @@ def test_a_record_that_is_of_no_use_is_made_anew(
     assert "kd record" in str(kd("promote", "stock").exception)
     assert kd("record").exit_code == 0
     assert kd("promote", "stock").exit_code == 0
+    agent.put_tokens(str(host.root), (host.releases.tokens() or {}) | {"model": "x"})
+    assert "of another model" in str(kd("restart").exception)
     (host.root / "tokens.json").write_text("no JSON")
     assert "kd record writes it anew" in str(kd("restart").exception)
     assert kd("record").exit_code == 0

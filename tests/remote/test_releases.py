@@ -340,8 +340,9 @@ def test_a_damaged_line_of_the_promotion_log_comes_with_what_mends_it(
 def test_a_damaged_release_comes_with_what_mends_it(host: Releases, root: pathlib.Path) -> None:
     for name in "ab":
         placed(host, root, name)
-    (root / "releases/a/evidence.json").write_text("{")
-    assert [one["evidence"] for one in host.known()["releases"]] == [None, None]
+    for damaged in ("{", "{}", '{"gates": 5, "phase": "3"}', '{"gates": [5], "phase": "3"}'):
+        (root / "releases/a/evidence.json").write_text(damaged)
+        assert [one["evidence"] for one in host.known()["releases"]] == [None, None]
     (root / "releases/a/release.json").write_text("{")
     with pytest.raises(ReleaseRefused, match=r"release\.json cannot be read") as caught:
         host.known()
