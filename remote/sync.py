@@ -36,6 +36,8 @@ Manifest = dict[str, dict[str, Any]]
 """{path: {"sha256": hex, "executable": bool}}"""
 
 _LIMIT_S = 3600.0
+_SILENT_S = 300
+"""How long a transfer may stand still, on a line that lives: the other end's disk may hang."""
 _ROOM = 1.2
 """How many times the bytes of the files have to be free before anything is sent."""
 
@@ -173,7 +175,7 @@ def _rsync(
         *("rsync", "--recursive", "--times", "--perms", "--partial", "--checksum"),
         # For this user alone; whether a file is a program is kept.
         "--chmod=Du=rwx,Dgo=,Fu=rwX,Fgo=",
-        *("--files-from=-", "--from0", "--protect-args"),
+        *("--files-from=-", "--from0", "--protect-args", f"--timeout={_SILENT_S}"),
         # What the last release has as well takes no time and no room.
         *([f"--link-dest=../../releases/{base}/source"] if base else []),
         *transport.rsync_options(),

@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from typing import Any
 
@@ -266,6 +267,21 @@ def test_no_rsync_on_the_host_is_one_line(
     monkeypatch.setattr(Releases, "prepare", lambda self: real(self) | {"rsync": None})
     with pytest.raises(MissingError, match="host local: rsync is not on PATH"):
         send(checkout, wheel, root, "first")
+
+
+def test_a_transfer_that_stands_still_is_given_up(
+    ssh: SshTransport, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line lives and answers; what hangs is the other end's rsync, or its disk."""
+    monkeypatch.setattr(sync, "_SILENT_S", 2)
+    options = [*ssh.rsync_options(), "--rsync-path=exec sleep 30; rsync"]
+    monkeypatch.setattr(ssh, "rsync_options", lambda: options)
+    (tmp_path / "a").write_text("")
+    begun = time.monotonic()
+    with pytest.raises(TransportError, match="the next try goes on where it was") as caught:
+        sync._rsync(ssh, tmp_path, ["a"], str(tmp_path / "there"))
+    assert time.monotonic() - begun < 20
+    assert "\n" not in str(caught.value)
 
 
 def test_a_link_in_the_checkout_is_refused(checkout: pathlib.Path) -> None:
