@@ -184,6 +184,21 @@ def test_ctrl_c_at_any_point_leaves_live_what_was(
     assert not any(one["bad"] for one in host.releases.known()["releases"])
 
 
+@both
+def test_nobody_else_may_look_at_what_is_there(host: StandInHost) -> None:
+    """Whatever umask a login has: it is 022 here, and 0 in the worst case."""
+    before = os.umask(0)
+    try:
+        assert host.promote(host.place("a")).done
+        assert host.promote(host.place("bad", "wrong")).result == "restored"
+    finally:
+        os.umask(before)
+    found = [path for path in [host.root, *host.root.rglob("*")] if not path.is_symlink()]
+    found = [path for path in found if "wheel" not in path.parts]  # which the test has written
+    assert len(found) > 20
+    assert [str(path) for path in found if path.stat().st_mode & 0o077] == []
+
+
 def test_a_port_that_somebody_else_holds_is_said(host: StandInHost) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", host.port))

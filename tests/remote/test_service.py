@@ -17,7 +17,7 @@ import pytest
 from systemd_machine import MachineTransport, SystemdMachine
 
 from kdtree_engine.errors import ConfigError
-from remote import launch, managers
+from remote import agent, launch, managers
 from remote.errors import TransportError
 from remote.inventory import LocalHost, Service
 from remote.local import LocalTransport
@@ -173,6 +173,22 @@ def test_a_service_is_started_and_its_whole_group_ended(managed: Managed) -> Non
     assert host.group_of(status.pid) == []
     assert "serves" in (root / "service/service.log").read_text()
     manager.stop()  # nothing to do
+
+
+def test_sudo_never_asks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that would ask for a password is one line at once."""
+    sudo = tmp_path / "sudo"
+    sudo.write_text(
+        '#!/bin/sh\n[ "$1" = -n ] || exec sleep 60\n'
+        'echo "sudo: a password is required" >&2; exit 1\n'
+    )
+    sudo.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(managers, "_LIMIT_S", 5.0)
+    unit = managers.Systemd(str(tmp_path), "sglang", PYTHON, tmp_path)
+    with pytest.raises(agent.Refused, match=r"sudo -n systemctl start.*a password is required"):
+        unit._as_root("systemctl", "start", "sglang", limit_s=5.0)
 
 
 @pytest.mark.slow
