@@ -80,6 +80,7 @@ def test_promoted_and_back_over_ssh(
         ("dies", "it does not start: .*; its log ends: no such model"),
         ("dies later", "its process has ended|is not any more"),
         ("silent", "not healthy, and its log has stood still for 4 s; its log ends: starts"),
+        ("lively", "not healthy after 9 s; its log ends: loads on"),
         ("no tokens", 'it does not generate: HTTP 500 {"error": "out of memory"}'),
     ],
 )
@@ -99,6 +100,14 @@ def test_what_is_not_fit_is_taken_back(host: StandInHost, behaviour: str, says: 
 
 
 @both
+def test_a_load_may_take_long_as_long_as_its_log_grows(host: StandInHost) -> None:
+    """Longer than a log may stand still, and less than the ceiling."""
+    assert host.promote(host.place("a", "loads")).done
+    (healthy,) = [line for line in host.said if line.startswith("healthy: after")]
+    assert int(healthy.split()[2]) > host.host.health.stalled_log_s
+    host.is_well("a")
+
+
 def test_a_first_one_that_is_not_fit_leaves_nothing(host: StandInHost) -> None:
     outcome = host.promote(host.place("bad", "wrong"))
     assert outcome.result == "stopped"

@@ -4,8 +4,9 @@
 
 What it does stands in a file `behaviour` of the first folder on PYTHONPATH, as a release's `site`
 is: nothing (it is right), `wrong`, `wrong later`, `dies`, `dies later`, `silent` (never healthy),
-`no tokens` (healthy, and fails to generate), `slow` (three seconds until it is healthy), `deaf`
-(it never listens) or `stubborn` (a child of it ignores being asked to end).
+`no tokens` (healthy, and fails to generate), `slow` (three seconds until it is healthy), `loads`
+(six, in which it prints what it does), `lively` (it prints so, and is never healthy), `deaf` (it
+never listens) or `stubborn` (a child of it ignores being asked to end).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 _LATER_S = 2.0
@@ -32,6 +34,7 @@ kdtree:kv_allocation_waits{tp_rank="0"} 3.0
 sglang:num_running_reqs{tp_rank="0"} 16.0
 """
 _SLOW_S = 3.0
+_LOADS_S = 6.0
 
 
 def _behaviour() -> str:
@@ -45,6 +48,12 @@ def tokens_after(prompt: list[int], count: int) -> list[int]:
     return [(7 * sum(prompt) + 31 * step) % 97 for step in range(count)]
 
 
+def _tells() -> None:
+    while True:
+        print("loads on", flush=True)
+        time.sleep(0.3)
+
+
 def main() -> None:
     behaviour, begun = _behaviour(), time.monotonic()
 
@@ -55,9 +64,8 @@ def main() -> None:
         def do_GET(self) -> None:
             if behaviour == "dies later" and late():
                 os._exit(7)
-            waits = behaviour == "silent" or (
-                behaviour == "slow" and time.monotonic() - begun < _SLOW_S
-            )
+            until_s = {"silent": 1e9, "lively": 1e9, "slow": _SLOW_S, "loads": _LOADS_S}
+            waits = time.monotonic() - begun < until_s.get(behaviour, 0.0)
             if self.path == "/metrics":
                 self._send(200, METRICS.encode())
                 return
@@ -101,6 +109,8 @@ def main() -> None:
             "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
         )
         subprocess.Popen([sys.executable, "-c", ignore])
+    if behaviour in ("loads", "lively"):
+        threading.Thread(target=_tells, daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *of_no_use: os._exit(0))
     if behaviour == "deaf":
         time.sleep(600)
