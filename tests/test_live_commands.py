@@ -18,6 +18,7 @@ import pytest
 from stand_in_host import StandInHost
 
 import tasks
+from phases.registry import find_phase, load_phases
 from remote import connection, inventory, validation
 from remote.errors import TransportError
 from remote.releases import Releases
@@ -266,6 +267,33 @@ def test_what_is_not_proven_is_promoted_by_force_alone_and_that_is_logged(
     forced = host.releases.audited(1)[0]["forced"]
     assert forced["reason"] == "no GPU here"
     assert forced["lacks"] == ["p3_backend_wiring conformance-kit-eager is blocked: no CUDA GPU"]
+
+
+def test_a_trial_is_started_as_the_release_says_or_else_as_this_checkout_does(
+    kd: Kd,
+    host: StandInHost,
+    profile: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One that was sent without the tools of gates cannot say it, and can be tried all the same."""
+    host.place("a")
+    profile += ["--its-own", "x"]
+    phase = find_phase(load_phases(), "3")
+
+    def line() -> str:
+        tasks._serve_there(host.host, phase, None, (), dry_run=True, as_json=False)
+        return capsys.readouterr().out
+
+    assert "--its-own x" in line()
+
+    def cannot(*of_no_use: object) -> None:
+        raise TransportError("its kd cannot tell")
+
+    monkeypatch.setattr(validation.Validation, "profile", cannot)
+    assert "--its-own" not in line()
+    code, _, err = kd("promote", "3")
+    assert (code, "its kd cannot tell" in err) == (2, True)
 
 
 @pytest.mark.parametrize("state", ["missing", "stale", "failed", "blocked", "unwritten"])
