@@ -33,7 +33,7 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
-from remote import agent, managers
+from remote import agent, launch, managers
 
 _GPU_LIMIT_S = 90.0
 _SMI_S = 15.0
@@ -50,6 +50,8 @@ FREE = 32 << 20
 NOTHING = 0
 """As `seen`: nothing was live."""
 _ROOM = 1 << 20
+_SECRET = 6
+"""Characters from which a value of `secrets.env` is kept out of what is said: a flag is `1`."""
 _MOST = 64 << 20
 """Bytes of an answer: what logprobs of all prompts take, and more."""
 
@@ -95,6 +97,7 @@ class Promoter:
         self._manager = managers.manager_of(self._root, request["manager"])
         self._log = agent.in_home(self._root) / "service" / "service.log"
         self._log_start = 0
+        self._hidden = _secrets(agent.in_home(self._root) / "secrets.env")
         self._going_back = False
         self._was_stopped = False
         self._begun: tuple[dict[str, Any] | None, dict[str, Any]] | None = None
@@ -320,7 +323,7 @@ class Promoter:
             self._judge()
         except Unfit as error:
             if target["release"] is not None and self._request["what"] == "promote":
-                agent.mark_bad(self._root, target["release"], _told(error))
+                agent.mark_bad(self._root, target["release"], self._shown(_told(error)))
             return _told(error)
         return None
 
@@ -537,7 +540,8 @@ class Promoter:
             text = ""
             quietly = contextlib.suppress(OSError, ValueError, http.client.HTTPException)
             with quietly, agent.within(10.0), error:
-                text = " ".join(error.read(300).decode("utf-8", "replace").split())
+                text = self._shown(" ".join(error.read(4096).decode("utf-8", "replace").split()))
+                text = text[:300]
             raise Unfit(f"it does not generate: HTTP {error.code} {text}") from None
         except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
             raise Unfit(f"it does not generate: {error}{self._last_words()}") from None
@@ -571,10 +575,16 @@ class Promoter:
         except OSError:
             return ""
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return before + lines[-1][:300] if lines else ""
+        return before + self._shown(lines[-1])[:300] if lines else ""
+
+    def _shown(self, text: str) -> str:
+        """What a log or a terminal may have: no secret that a service has printed, on one line."""
+        for secret in self._hidden:
+            text = text.replace(secret, "***")
+        return _printable(text)
 
     def _step(self, step: str, text: str) -> None:
-        self._say({"step": step, "text": _printable(text)})
+        self._say({"step": step, "text": self._shown(text)})
 
     def _free_room(self) -> None:
         (self._log.parent / "room").unlink(missing_ok=True)
@@ -582,7 +592,7 @@ class Promoter:
     def _ends(
         self, result: str, text: str, live: dict[str, Any] | None, target: dict[str, Any]
     ) -> dict[str, Any]:
-        text = _printable(text)
+        text = self._shown(text)
         try:
             self._free_room()
             self._audit(result, live, target, text)
@@ -680,6 +690,15 @@ def _told(error: Exception) -> str:
     """One line of it, and no more than one can read: a server may have said anything."""
     known = isinstance(error, (Unfit, agent.Refused, OSError))
     return _printable(str(error) if known else f"a fault of kd: {error!r}")[:700]
+
+
+def _secrets(path: pathlib.Path) -> list[str]:
+    """Values that a service may print and kd must not, the longest first; short ones hide words."""
+    try:
+        found = launch.secrets(path).values()
+    except (launch.Refused, OSError):
+        return []
+    return sorted((one for one in found if len(one) >= _SECRET), key=len, reverse=True)
 
 
 def _printable(text: str) -> str:

@@ -195,7 +195,9 @@ class Releases:
 
     def start_promoter(self, name: str, request: Mapping[str, Any]) -> None:
         """Let `remote.promoter` run there as a job; it gives the lock back."""
-        given = program_text("promoter", (*_PROGRAMS, "promoter"), {**request, "root": self._root})
+        given = program_text(
+            "promoter", (*_PROGRAMS, "launch", "promoter"), {**request, "root": self._root}
+        )
         self.start_job(name, [self._python, "-I", "-c", _BOOT], {}, given)
 
     def start_trial(self, name: str, request: Mapping[str, Any]) -> None:
@@ -250,7 +252,7 @@ class Releases:
 
     def readiness(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
         """what, ok and said of each thing that a promotion needs there: see `remote.readiness`."""
-        programs = (*_PROGRAMS, "promoter", "launch", "readiness")
+        programs = (*_PROGRAMS, "launch", "promoter", "readiness")
         asked = program_text("readiness", programs, {**request, "root": self._root})
         return list(self._answer("readiness", asked, _LIMIT_S)["found"])
 

@@ -565,6 +565,33 @@ def freed(room: pathlib.Path) -> bool:
     return not room.exists()
 
 
+@pytest.mark.parametrize("health", [healthy, lambda one: one.sendall(answer(b"", "503 No"))])
+def test_a_secret_that_a_service_prints_goes_no_further(
+    rig: Rig, health: Callable[[socket.socket], None]
+) -> None:
+    """It is in the service's own answer and log, and in nothing that kd says or writes down."""
+    secret = 'hush "hush" 100%'
+    (rig.root / "secrets.env").write_text(f"HF_TOKEN={secret}\nFLAG=1\n")
+    (rig.root / "secrets.env").chmod(0o600)
+    rig.bad(lambda one: one.sendall(answer(f"with {secret} at 1".encode(), "500 No")), health)
+    agent.put_service(str(rig.root), "service.log", "before\n")
+    start = rig.manager.start
+
+    def prints() -> None:
+        start()
+        with (rig.root / "service/service.log").open("a") as log:
+            log.write(f"{'x' * 290} {secret} is wrong, 1\n")
+
+    rig.manager.start = prints  # type: ignore[method-assign]
+    ends = rig.promote()
+    assert ends["result"] == "restored"
+    assert "***" in ends["text"]
+    told = json.dumps([ends, rig.said]) + "".join(
+        path.read_text() for path in rig.root.glob("*.json*")
+    )
+    assert "hush" not in told
+
+
 def test_what_is_put_back_must_stay_well_as_what_is_new(rig: Rig) -> None:
     """It answered once and never again, and was said to serve."""
     asked: list[int] = []
