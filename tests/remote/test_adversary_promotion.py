@@ -728,11 +728,12 @@ def test_a_promoter_that_was_killed_is_not_said_to_go_on(host: StandInHost) -> N
     host.place("a", "silent")
 
     def killed() -> None:
+        while not any(line.startswith("starts") for line in host.said):
+            time.sleep(0.05)
         (job,) = (host.root / "jobs").iterdir()
         host.releases.end_job(job.name, signal.SIGKILL)
 
-    timer = threading.Timer(4.0, killed)
-    timer.start()
+    threading.Thread(target=killed, daemon=True).start()
     with pytest.raises(TransportError) as caught:
         host.promote("a")
     assert "goes on" not in str(caught.value)
