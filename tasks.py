@@ -420,18 +420,21 @@ def _phase_option(what: str, *, required: bool = False) -> Callable[..., Any]:
     )
 
 
+_jobs_option = click.option(
+    "--jobs",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Run so many gates at once; those of speed still run alone, after all others.",
+)
+
+
 def _run_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in (
         _host_option,
         click.option("--fail-fast", is_flag=True, help="Stop after the first gate that fails."),
-        click.option(
-            "--jobs",
-            type=click.IntRange(1, 64),
-            default=1,
-            show_default=True,
-            metavar="N",
-            help="Run so many gates at once; those of speed still run alone, after all others.",
-        ),
+        _jobs_option,
         click.option(
             "--require",
             multiple=True,
@@ -2487,6 +2490,7 @@ def hosts_list(as_json: bool) -> None:
 @click.option("--dry-run", is_flag=True, help="Say what would change there, and write nothing.")
 @_phase_option("Run the gates of phases 0..N there (default: the highest with a service profile).")
 @click.option("--no-validate", is_flag=True, help="Run no gate there.")
+@_jobs_option
 @click.option(
     "--bundle",
     type=click.Path(dir_okay=False, path_type=pathlib.Path),
@@ -2501,6 +2505,7 @@ def deploy(
     dry_run: bool,
     wanted: str | None,
     no_validate: bool,
+    jobs: int,
     bundle: pathlib.Path | None,
     build_on_host: bool,
     as_json: bool,
@@ -2548,7 +2553,8 @@ def deploy(
                 click.echo(f"placed below {host.root}, and not promoted", err=True)
                 if not as_json:
                     click.echo(placed["release"])
-                states = [] if no_validate else _validate(transport, host, placed["release"], phase)
+                release = placed["release"]
+                states = [] if no_validate else _validate(transport, host, release, phase, jobs)
         for line in lacking(states):
             _note(line)
         validated = {"phase": None if no_validate else phase.package, "gates": states}
@@ -2621,6 +2627,7 @@ def bundle(host_name: str, version: str | None, output: pathlib.Path | None) -> 
 @_host_option
 @click.option("--release", metavar="ID", help="Default: the newest there.")
 @click.option("--dry-run", is_flag=True, help="Say where each gate stands there, and run nothing.")
+@_jobs_option
 @_json_option
 @click.pass_context
 def validate(
@@ -2629,6 +2636,7 @@ def validate(
     host_name: str,
     release: str | None,
     dry_run: bool,
+    jobs: int,
     as_json: bool,
 ) -> None:
     """Run the gates of phases 0..N on a host, with a release that is there.
@@ -2651,7 +2659,7 @@ def validate(
         if dry_run:
             states = Validation(transport, host).states(release, phase.number)
         else:
-            states = _validate(transport, host, release, phase)
+            states = _validate(transport, host, release, phase, jobs)
     if as_json:
         _print_json({"release": release, "phase": phase.package, "gates": states})
     else:
@@ -2666,12 +2674,14 @@ def _phase_to_validate(wanted: str | None) -> Phase:
     return default_phase(_phases()) if wanted is None else find_phase(_phases(), wanted)
 
 
-def _validate(transport: Any, host: Any, release: str, phase: Phase) -> list[dict[str, Any]]:
+def _validate(
+    transport: Any, host: Any, release: str, phase: Phase, jobs: int
+) -> list[dict[str, Any]]:
     """Run the gates of phases 0..`phase` on a host; progress goes to stderr."""
     from remote.validation import Validation
 
     click.echo(f"runs the gates of phases 0..{phase.number} on {host.name}", err=True)
-    states = Validation(transport, host).run(release, phase.number, _note)
+    states = Validation(transport, host).run(release, phase.number, _note, jobs=jobs)
     proven = sum(one["state"] == "proven" for one in states)
     click.echo(f"{proven} of {len(states)} gates are proven there", err=True)
     return states

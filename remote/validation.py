@@ -81,10 +81,12 @@ class Validation:
         phase: int | str,
         note: Callable[[str], None] = lambda text: None,
         *,
+        jobs: int = 1,
         poll_s: float = 1.0,
     ) -> States:
         """Run what is not proven of phases 0..`phase` there, and say how each gate stands then.
 
+        jobs: gates at once, as of `kd verify`; a release older than that takes one alone.
         note: gets each line of progress as it comes. A run that is interrupted here is ended there,
         with all that it has started.
 
@@ -95,6 +97,7 @@ class Validation:
         name = new_job_name("validate")
         between = f"kd: {secrets.token_hex(16)}"
         line = [*using, "-c", _BOTH, between, program, "--phase", str(phase)]
+        line += ["--jobs", str(jobs)] if jobs > 1 else []
         said: list[str] = []
         stand: list[str] = []
         result = False

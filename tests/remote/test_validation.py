@@ -209,6 +209,20 @@ def test_what_is_not_proven_is_run_and_is_proven_then(
     assert len(store.own_records()) == 2, "what has not changed is not run again"
 
 
+def test_several_gates_at_once(
+    placed: Placed, state: pathlib.Path, reach: Callable[[], Validation], machine: Machine
+) -> None:
+    quick = {"mask_paths": None, "mask_layouts": None}
+    names = [gate.name.replace("-", "_") for gate in load_phases()[0].gates]
+    keep(state, placed.source, machine, **dict.fromkeys(names, Status.PASSED) | quick)
+    notes: list[str] = []
+    found = reach().run(placed.release, 0, notes.append, jobs=2, poll_s=0.1)
+    assert {one["state"] for one in found} == {"proven"}
+    store = Store(state / "evidence", state / "kept", placed.source)
+    record = store.own_records()[-1]
+    assert "--jobs 2" in " ".join(record.command)
+
+
 @pytest.mark.slow
 def test_all_of_phase_0_is_run_on_a_host(
     placed: Placed, state: pathlib.Path, server: ssh_server.SshServer
