@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import getpass
 import hashlib
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdtree_engine.build import require_current
-from kdtree_engine.errors import ConfigError, MissingError
+from kdtree_engine.errors import ConfigError, KdError, MissingError
 from kdtree_engine.library import LIBRARY_NAME
 from remote.agent import file_digest
 from remote.bundle import Bundle, read_bundle, write_bundle
@@ -315,21 +316,27 @@ def _place(
             note("compiles the kernels there")
             build_on_host(transport, releases, note)
 
-    placed = deliver(
-        transport,
-        releases,
-        checkout=parts.checkout,
-        names=parts.names,
-        wheel=parts.wheel,
-        tools=parts.tools,
-        release=new_release_name(parts.about["revision"], dirty=bool(parts.about["changed"])),
-        about=about,
-        check=import_check(host, kernels=kernels),
-        arrived=arrived,
-        note=note,
-    )
-    did = {"did": "deploy", "by": about["by"], "release": placed["release"], "result": "placed"}
-    releases.audit(did)
+    release = new_release_name(parts.about["revision"], dirty=bool(parts.about["changed"]))
+    did = {"did": "deploy", "by": about["by"], "from": None, "to": release, "release": release}
+    try:
+        placed = deliver(
+            transport,
+            releases,
+            checkout=parts.checkout,
+            names=parts.names,
+            wheel=parts.wheel,
+            tools=parts.tools,
+            release=release,
+            about=about,
+            check=import_check(host, kernels=kernels),
+            arrived=arrived,
+            note=note,
+        )
+    except BaseException as error:
+        with contextlib.suppress(KdError, OSError):  # of a host that is out of reach, say
+            releases.audit({**did, "result": "failed", "text": str(error) or type(error).__name__})
+        raise
+    releases.audit({**did, "result": "placed"})
     return placed
 
 

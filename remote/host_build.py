@@ -17,6 +17,8 @@ __all__ = ["build_on_host", "require_nvcc"]
 CUDA = "/usr/local/cuda/bin"
 """Where nvcc is on many hosts, and on the PATH of none that SSH gives."""
 _LIMIT_S = 60.0
+_BUILD_S = 3600.0
+"""Of all kernels for all architectures; two cores take two minutes."""
 
 # Where it is put by the agent, once the wheel has been unpacked: see `remote.agent`.
 _BUILD = """
@@ -73,6 +75,7 @@ def build_on_host(transport: Transport, releases: Releases, note: Callable[[str]
         hear,
         host=transport.host,
         note=note,
+        limit_s=_BUILD_S,
     )
     if code:
         why = last_words("\n".join(said), ": ")

@@ -20,6 +20,10 @@ class JobGone(TransportError):
     """A job ended with nobody to see how: it was killed with all around it, or its host was."""
 
 
+class _TooLongError(Exception):
+    """A job's time is up."""
+
+
 _PATIENCE_S = 60.0
 _GRACE_S = 30.0
 _MORE = 1 << 16  # bytes of a log beyond which the next look comes at once
@@ -45,12 +49,14 @@ def follow(
     said: Callable[[str], None],
     *,
     heard: Heard | None = None,
+    waits: Callable[[], None] = lambda: None,
     poll_s: float = 1.0,
     patience_s: float = _PATIENCE_S,
 ) -> int:
     """Give each whole line that a job prints to `said`, until it ends; its exit code.
 
     heard: where it was left when an interruption ended the call before; no line comes twice then.
+    waits: called before each look.
 
     A host that does not answer for a while is asked again, for `patience_s` seconds. Raises
     TransportError after that, and JobGone where the job ended with nobody to see how (a restarted
@@ -61,6 +67,7 @@ def follow(
         while heard.lines:
             said(heard.lines[0])
             heard.lines.popleft()
+        waits()
         try:
             found = releases.look_at_job(name, heard.offset)
         except TransportError:
@@ -94,25 +101,48 @@ def run_job(
     host: str,
     note: Callable[[str], None],
     poll_s: float = 1.0,
+    limit_s: float | None = None,
 ) -> int:
     """Start a job and follow it to its end; its exit code.
 
     An interruption here ends it there, with all that it has started; `note` gets a line that says
-    so. host: what that line calls the host.
+    so. host: what that line calls the host. limit_s: of what has limits of its own, None.
+
+    Raises TransportError where it is not done in time; it is ended there then.
     """
+    end = None if limit_s is None else time.monotonic() + limit_s
+
+    def still_may(line: str | None = None) -> None:
+        if end is not None and time.monotonic() > end:
+            raise _TooLongError
+        if line is not None:
+            said(line)
+
     try:
         releases.start_job(name, command, environment)
-        return follow(releases, name, said, poll_s=poll_s)
+        return follow(releases, name, still_may, waits=still_may, poll_s=poll_s)
+    except _TooLongError:
+        end_interrupted(releases, name, host, note, why="its time is up")
+        raise TransportError(
+            f"host {host}: job {name} was not done after {limit_s:g} s, and was ended",
+            remedy=f"its log is there: jobs/{name}/log below the host's root",
+        ) from None
     except KeyboardInterrupt:
         end_interrupted(releases, name, host, note)
         raise
 
 
-def end_interrupted(releases: Releases, name: str, host: str, note: Callable[[str], None]) -> None:
+def end_interrupted(
+    releases: Releases,
+    name: str,
+    host: str,
+    note: Callable[[str], None],
+    why: str = "interrupted",
+) -> None:
     """End a job and all that it has started, and say so."""
     try:
         if releases.end_job(name):
-            note(f"interrupted: ends the run on {host}")
+            note(f"{why}: ends the run on {host}")
             deadline = time.monotonic() + _GRACE_S
             while releases.look_at_job(name)["alive"] and time.monotonic() < deadline:
                 time.sleep(0.5)

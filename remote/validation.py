@@ -137,6 +137,8 @@ class Validation:
             {
                 "did": "validate",
                 "by": this_person(),
+                "from": None,
+                "to": release,
                 "release": release,
                 "phase": str(phase),
                 "result": dict(collections.Counter(one["state"] for one in found)),

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from kdtree_engine.build import CompileError, sources_digest
-from kdtree_engine.errors import ConfigError, MissingError
+from kdtree_engine.errors import ConfigError, KdError, MissingError
 from remote.deploy import Deployment, releases_of
 from remote.inventory import LocalHost
 from remote.local import LocalTransport
@@ -83,7 +83,22 @@ def test_a_release_has_all_that_a_service_imports(
     assert releases.lock_holder() is None
     assert releases.known()["current"] is None, "it is placed, and not switched to"
     (line,) = (tmp_path / "root/audit.jsonl").read_text().splitlines()
-    assert json.loads(line)["release"] == about["release"]
+    said = json.loads(line)
+    assert (said["did"], said["from"], said["to"]) == ("deploy", None, about["release"])
+    assert said["result"] == "placed"
+
+
+def test_one_that_fails_stands_in_the_audit_log_too(
+    checkout: pathlib.Path, host: LocalHost, tmp_path: pathlib.Path
+) -> None:
+    (checkout / "kdtree-engine/kdtree_engine/__init__.py").write_text("raise ImportError('no')\n")
+    with pytest.raises(KdError):
+        Deployment(checkout, (None, None)).run(LocalTransport(), host)
+    (line,) = (tmp_path / "root/audit.jsonl").read_text().splitlines()
+    said = json.loads(line)
+    assert (said["did"], said["from"], said["result"]) == ("deploy", None, "failed")
+    assert "ImportError" in said["text"]
+    assert not (tmp_path / "root/releases" / said["to"]).exists()
 
 
 def test_a_preview_writes_nothing(

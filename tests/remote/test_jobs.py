@@ -12,7 +12,8 @@ import time
 import pytest
 
 from remote import agent
-from remote.jobs import Heard, follow, new_job_name
+from remote.errors import TransportError
+from remote.jobs import Heard, follow, new_job_name, run_job
 from remote.local import LocalTransport
 from remote.releases import ReleaseRefused, Releases
 from remote.transport import Transport
@@ -47,6 +48,26 @@ def test_a_signal_reaches_all_that_it_started(releases: Releases) -> None:
     assert not releases.end_job("a")
 
 
+def test_one_that_takes_too_long_is_ended_with_all_that_it_started(releases: Releases) -> None:
+    notes: list[str] = []
+    lines: list[str] = []
+    with pytest.raises(TransportError, match=r"host here: job a was not done after 8 s, and was"):
+        run_job(
+            releases,
+            "a",
+            ["sh", "-c", "echo $$; sleep 160 & sleep 161"],
+            {},
+            lines.append,
+            host="here",
+            note=notes.append,
+            poll_s=0.05,
+            limit_s=8.0,
+        )
+    assert notes == ["its time is up: ends the run on here", "the run on here has ended"]
+    assert not releases.look_at_job("a")["alive"]
+    assert releases.group_of(int(lines[0])) == []
+
+
 def test_one_that_nobody_saw_the_end_of_is_told_apart(releases: Releases) -> None:
     releases.start_job("a", ["sleep", "60"], {})
     releases.end_job("a", signal.SIGKILL)
@@ -79,7 +100,7 @@ def test_a_name_is_taken_once_and_is_no_path(releases: Releases) -> None:
 def test_what_has_ended_long_ago_goes_and_what_goes_on_stays(
     releases: Releases, tmp_path: pathlib.Path
 ) -> None:
-    releases.start_job("goes-on", ["sleep", "60"], {})
+    releases.start_job("goes-on", ["sleep", "600"], {})
     folder = tmp_path / "root" / "jobs"
     (folder / "start-was-killed").mkdir()
     os.utime(folder / "start-was-killed", (0, 0))
@@ -90,6 +111,9 @@ def test_what_has_ended_long_ago_goes_and_what_goes_on_stays(
     assert there == {"goes-on", *(f"ended-{number}" for number in range(2, 23))}
     assert [one["name"] for one in releases.jobs()] == ["goes-on"]
     releases.end_job("goes-on", signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while releases.jobs() and time.monotonic() < deadline:  # the kernel takes a moment
+        time.sleep(0.1)
     assert releases.jobs() == []
 
 
