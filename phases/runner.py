@@ -195,13 +195,10 @@ class _Gates:
                     if isinstance(began, _Running):
                         self._running.append(began)
                     else:
-                        self._note(phase, gate, began)
+                        self._note(phase, gate, began, fail_fast, waiting)
                 for one, outcome in self._ended():
                     result = _result(one.base, outcome, one.proof, one.log)
-                    self._note(one.phase, one.gate, result)
-                    if fail_fast and result.status in (Status.FAILED, Status.ERROR):
-                        self._leave_out([gate.name for _, gate in waiting])
-                        waiting.clear()
+                    self._note(one.phase, one.gate, result, fail_fast, waiting)
         finally:
             for one in self._running:
                 one.process.end()
@@ -217,7 +214,8 @@ class _Gates:
             return []
         first = min(one.process.deadline for one in self._running)
         multiprocessing.connection.wait(
-            [one.process.pipe for one in self._running], max(0.0, first - time.monotonic())
+            [each for one in self._running for each in one.process.waits],
+            max(0.0, first - time.monotonic()),
         )
         ended = []
         for one in tuple(self._running):
@@ -227,8 +225,19 @@ class _Gates:
                 ended.append((one, outcome))
         return ended
 
-    def _note(self, phase: Phase, gate: Gate, result: GateRecord) -> None:
+    def _note(
+        self,
+        phase: Phase,
+        gate: Gate,
+        result: GateRecord,
+        fail_fast: bool,
+        waiting: list[tuple[Phase, Gate]],
+    ) -> None:
+        """fail_fast: a failure leaves out those that are `waiting`, of which none is left then."""
         self.record = self.record.with_gate(result)
+        if fail_fast and result.status in (Status.FAILED, Status.ERROR):
+            self._leave_out([other.name for _, other in waiting])
+            waiting.clear()
         self._store.save(self.record)
         self._watch(Event(phase, gate, result=result))
 

@@ -27,6 +27,8 @@ __all__ = ["Outcome", "RunningGate"]
 
 _PRELOAD = ["torch", "phases.worker"]
 _GRACE_S = 2.0
+_AT_ONCE = 100
+"""What one gate says that is taken before others are heard."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +78,11 @@ class RunningGate:
             raise
 
     @property
+    def waits(self) -> list[Connection | int]:
+        """What is ready once it has something to say, or its process is gone."""
+        return [self.pipe, self._process.sentinel]
+
+    @property
     def deadline(self) -> float:
         """When its time is up, by time.monotonic()."""
         return self._begun + self._limit_s
@@ -83,27 +90,38 @@ class RunningGate:
     def hear(self) -> Outcome | None:
         """Takes what its process has said, without waiting; the outcome once it has ended.
 
-        None while it goes on. To be called where `pipe` has something, or at the deadline.
+        None while it goes on. To be called where one of `waits` is ready, or at the deadline.
         """
-        try:
-            while self.pipe.poll():
+        for _ in range(_AT_ONCE):  # who talks without an end keeps neither others nor the limit off
+            try:
+                if not self.pipe.poll():
+                    if self._process.is_alive():
+                        break
+                    if not self.pipe.poll():  # a child of it may hold the pipe open
+                        return self._died()
                 message = self.pipe.recv()
-                if isinstance(message, Outcome):
-                    self.end(_GRACE_S)
-                    return dataclasses.replace(message, seconds=self._seconds())
-                self._progress(*message)
-        except (EOFError, OSError):  # the pipe closed with no outcome
-            self.end(_GRACE_S)
-            code = self._process.exitcode
-            killed = signal.Signals(-code).name if code and code < 0 else None
-            how = f"signal {killed}" if killed else f"exit code {code}"
-            message = f"the gate's process died ({how}) before it answered; see {self._log}"
-            return Outcome(Status.ERROR, self._seconds(), message=message)
+            except (EOFError, OSError):  # the pipe closed with no outcome
+                return self._died()
+            except Exception as error:  # whatever its objects raise as they are made anew
+                self.end()
+                said = f"what the gate's process sent cannot be read: {error}; see {self._log}"
+                return Outcome(Status.ERROR, self._seconds(), message=said)
+            if isinstance(message, Outcome):
+                self.end(_GRACE_S)
+                return dataclasses.replace(message, seconds=self._seconds())
+            self._progress(*message)
         if time.monotonic() < self.deadline:
             return None
         self.end()
         message = f"not done after {self._limit_s:g} s; its process was ended"
         return Outcome(Status.FAILED, self._seconds(), failure=FailureKind.TIMEOUT, message=message)
+
+    def _died(self) -> Outcome:
+        self.end(_GRACE_S)
+        code = self._process.exitcode
+        how = f"signal {_signal_name(-code)}" if code and code < 0 else f"exit code {code}"
+        message = f"the gate's process died ({how}) before it answered; see {self._log}"
+        return Outcome(Status.ERROR, self._seconds(), message=message)
 
     def end(self, grace_s: float = 0.0) -> None:
         """Ends its processes, after `grace_s` in which they may exit by themselves."""
@@ -113,6 +131,13 @@ class RunningGate:
 
     def _seconds(self) -> float:
         return time.monotonic() - self._begun
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most of those for real-time use have none
+        return str(number)
 
 
 def _end(process: multiprocessing.process.BaseProcess, grace_s: float) -> None:

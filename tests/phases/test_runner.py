@@ -72,12 +72,15 @@ def test_a_run_leaves_one_record_with_all_that_was_found(start, store: Store) ->
         (sample_gates.measures, Status.ERROR, None, "a correctness gate has no speed figure"),
         (sample_gates.crashes, Status.ERROR, None, "died (signal SIGSEGV)"),
         (sample_gates.exits, Status.ERROR, None, "died (exit code 7)"),
+        (sample_gates.exits_before_its_child, Status.ERROR, None, "died (exit code 7)"),
+        (sample_gates.ends_by_an_unnamed_signal, Status.ERROR, None, "died (signal 3"),
+        (sample_gates.sends_what_cannot_be_read, Status.ERROR, None, "sent cannot be read: "),
     ],
 )
 def test_what_goes_wrong_in_a_gate_stays_in_the_gate(
     start, check, status: Status, failure: FailureKind | None, message: str
 ) -> None:
-    bad, good = Gate("bad", "", check), Gate("good", "", sample_gates.passes)
+    bad, good = Gate("bad", "", check, time_limit_s=60.0), Gate("good", "", sample_gates.passes)
     first, second = start(phase(0, bad, good)).gates
     assert (first.status, first.failure) == (status, failure)
     assert message in (first.message or "")
@@ -258,6 +261,49 @@ def test_each_of_several_gates_has_its_own_time_limit(start) -> None:
     short = Gate("short", "", sample_gates.sleeps, time_limit_s=1.0)
     record = start(phase(0, short, Gate("right", "", sample_gates.meets_nobody)), jobs=2)
     assert [entry.failure for entry in record.gates] == [FailureKind.TIMEOUT, None]
+
+
+def test_who_talks_without_an_end_is_ended_in_time_and_keeps_no_other_from_ending(start) -> None:
+    ended: list[str] = []
+
+    def watch(event: Event) -> None:
+        time.sleep(0.01)  # as where each is shown
+        if event.result is not None:
+            ended.append(event.gate.name)
+
+    loud = Gate("loud", "", sample_gates.talks, time_limit_s=8.0)
+    gates = (loud, Gate("right", "", sample_gates.passes))
+    record = start(phase(0, *gates), jobs=2, watch=watch)
+    assert [entry.failure for entry in record.gates] == [FailureKind.TIMEOUT, None]
+    assert ended == ["right", "loud"]
+
+
+def test_a_watcher_that_fails_while_a_gate_runs_is_no_failure_of_the_gate(
+    start, store: Store
+) -> None:
+    def watch(event: Event) -> None:
+        if event.note == "case 1":
+            raise BrokenPipeError("nobody reads on")
+
+    with pytest.raises(BrokenPipeError, match="nobody reads on"):
+        start(phase(0, Gate("right", "", sample_gates.passes)), watch=watch)
+    (record,) = store.own_records()
+    assert record.finished is None
+    assert [entry.status for entry in record.gates] == [Status.INTERRUPTED]
+
+
+def test_fail_fast_stops_where_a_gate_cannot_be_begun(
+    start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from phases import runner
+
+    def broken(root: pathlib.Path, gate: Gate) -> str | None:
+        raise SyntaxError("invalid syntax (slots.py, line 3)")
+
+    monkeypatch.setattr(runner, "gate_content", broken)
+    gates = [Gate(name, "", sample_gates.passes) for name in ("first", "second")]
+    record = start(phase(0, *gates), fail_fast=True)
+    assert [(entry.gate, entry.status) for entry in record.gates] == [("first", Status.ERROR)]
 
 
 def test_a_run_that_dies_of_its_watcher_stays_unfinished_with_the_rest_interrupted(

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -77,6 +78,33 @@ def crashes(context: Context) -> Sequence[Figure]:
 
 def exits(context: Context) -> Sequence[Figure]:
     os._exit(7)
+
+
+def exits_before_its_child(context: Context) -> Sequence[Figure]:
+    """The child has the pipe too, which so stays open."""
+    if os.fork() == 0:
+        time.sleep(600)
+    os._exit(7)
+
+
+def ends_by_an_unnamed_signal(context: Context) -> Sequence[Figure]:
+    os.kill(os.getpid(), signal.SIGRTMIN + 1)
+    raise AssertionError("unreachable")
+
+
+def talks(context: Context) -> Sequence[Figure]:
+    """Without an end, and faster than anybody listens."""
+    while True:
+        context.progress(1, 2, "still here")
+
+
+class _Unreadable(str):
+    def __reduce__(self) -> tuple[object, ...]:
+        return int, ("no number",)
+
+
+def sends_what_cannot_be_read(context: Context) -> Sequence[Figure]:
+    return [Figure(_Unreadable("case"), 1, Unit.COUNT)]
 
 
 def hangs(context: Context) -> Sequence[Figure]:
