@@ -191,16 +191,16 @@ class KdtreeMlaBackend(TritonAttnBackend):  # type: ignore[misc]  # SGLang is un
             )
             self._steps_of(nodes)  # made in a capture, they would be of its graph
 
-    def _fill_kv_indptr_and_indices(self, *given: Any) -> torch.Tensor:
+    def _fill_kv_indptr_and_indices(self, *given: Any, **named: Any) -> torch.Tensor:
         """List the slots of the batch's requests, before a pass and before a graph's replay.
 
         The parent takes a sum, a copy and a kernel of one block a request, which is 57 us for one
         request of 65k tokens on an H200 while the first layer waits. This is one launch.
         """
         if not self._kdtree.kv_indices:
-            stock: torch.Tensor = super()._fill_kv_indptr_and_indices(*given)
+            stock: torch.Tensor = super()._fill_kv_indptr_and_indices(*given, **named)
             return stock
-        rows, lengths, kv_indices, own = compat.slots_refill(self._sglang, given)
+        rows, lengths, kv_indices, own = compat.slots_refill(self._sglang, given, named)
         kv_indptr: torch.Tensor = self.kv_indptr[: rows.shape[0] + 1] if own is None else own
         refill_kv_indices(self.req_to_token, rows, lengths, kv_indptr, kv_indices)
         return kv_indptr

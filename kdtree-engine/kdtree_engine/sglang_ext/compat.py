@@ -241,16 +241,18 @@ def verify_refill(version: str, given: tuple[Any, ...]) -> tuple[tuple[Any, ...]
     return (plan, requests, lengths, rows), spec_info
 
 
-def slots_refill(version: str, given: tuple[Any, ...]) -> tuple[Any, ...]:
+def slots_refill(version: str, given: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
     """Requests' rows of `req_to_token`, their lengths, and the buffers of slots and of offsets.
 
-    given: the arguments of `_fill_kv_indptr_and_indices`. The last is None for the backend's own.
+    given, named: the arguments of `_fill_kv_indptr_and_indices`; SGLang's diffusion models name
+    their offsets. The last is None for the backend's own.
     """
     if version == "0.5.17":
         requests, lengths, rows, kv_indices = given
         return rows[:requests], lengths, kv_indices, None
     _, requests, lengths, rows, kv_indices, *own = given
-    return rows[:requests], lengths, kv_indices, own[0] if own else None
+    offsets = own[0] if own else named.get("kv_indptr")
+    return rows[:requests], lengths, kv_indices, offsets
 
 
 def renames_slots(version: str, backend: Any) -> bool:

@@ -289,11 +289,14 @@ def test_what_refills_a_graph_is_taken_by_release() -> None:
 
 def test_what_lists_slots_is_taken_by_release() -> None:
     """By the signatures of `_fill_kv_indptr_and_indices`; rows may be those of a larger batch."""
-    taken = compat.slots_refill("0.5.17", (2, "lens", [5, 6, 7], "slots"))
+    taken = compat.slots_refill("0.5.17", (2, "lens", [5, 6, 7], "slots"), {})
     assert taken == ([5, 6], "lens", "slots", None)
-    taken = compat.slots_refill("0.5.23", ("plan", 2, "lens", [5, 6, 7], "slots"))
+    taken = compat.slots_refill("0.5.23", ("plan", 2, "lens", [5, 6, 7], "slots"), {})
     assert taken == ([5, 6], "lens", "slots", None)
-    taken = compat.slots_refill("0.5.23", ("plan", 2, "lens", [5, 6], "slots", "offsets"))
+    taken = compat.slots_refill("0.5.23", ("plan", 2, "lens", [5, 6], "slots", "offsets"), {})
+    assert taken == ([5, 6], "lens", "slots", "offsets")
+    given = ("plan", 2, "lens", [5, 6], "slots")
+    taken = compat.slots_refill("0.5.23", given, {"kv_indptr": "offsets"})
     assert taken == ([5, 6], "lens", "slots", "offsets")
 
 
