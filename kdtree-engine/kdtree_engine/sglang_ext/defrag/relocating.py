@@ -29,6 +29,8 @@ BUDGET = 4096
 """Rows that are moved at a time, at most: 0.3 GB read and written in 61 layers."""
 _LONGEST_PAUSE = 8
 """Times `every`: the pause grows to that where there is nothing to move."""
+_MOST_SAID = 20
+"""Reasons that the log gets: some name a request, or count slots, and would never end."""
 _CORE = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
 _log = logging.getLogger(__name__)
 
@@ -74,12 +76,18 @@ class Relocating:
                 "kdtree_mla: tier1: %d rows moved, %d runs fewer of %d",
                 *(outcome.rows, outcome.removed, outcome.runs),
             )
-        elif outcome.reason and outcome.reason not in self._said:
-            self._said.add(outcome.reason)
-            _log.warning("kdtree_mla: tier1: nothing moves: %s", outcome.reason)
+        elif outcome.reason:
+            self._say(outcome.reason)
         longest = _LONGEST_PAUSE * self._every
         self._pause = self._every if outcome.moves else min(2 * self._pause, longest)
         self._left = self._pause
+
+    def _say(self, reason: str) -> None:
+        if reason in self._said or len(self._said) == _MOST_SAID:
+            return
+        self._said.add(reason)
+        ends = "; no other reason is told" if len(self._said) == _MOST_SAID else ""
+        _log.warning("kdtree_mla: tier1: nothing moves: %s%s", reason, ends)
 
 
 def between_batches() -> None:

@@ -123,6 +123,17 @@ def test_why_nothing_moves_is_said_once(caplog: pytest.LogCaptureFixture) -> Non
     assert one.relocations == 0
 
 
+def test_reasons_that_name_a_request_each_end_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """As those of beam searches: a service would say and keep one for each request of its life."""
+    attempts = Attempts(*(Outcome(reason=f"request {number} is one") for number in range(50)))
+    one = Relocating(1, attempts)
+    with caplog.at_level(logging.WARNING):
+        looks(one, attempts, 300)
+    assert one.looks > 30
+    assert caplog.text.count("nothing moves: ") == 20
+    assert caplog.text.count("request 19 is one; no other reason is told") == 1
+
+
 def test_what_fails_before_it_writes_ends_relocation_and_no_server(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
