@@ -208,22 +208,23 @@ class _Gates:
         alone = any(other.kind is GateKind.SPEED for other in together)
         return len(together) <= (1 if alone else jobs)
 
-    def _ended(self) -> list[tuple[_Running, Outcome]]:
-        """Those in flight that have ended, once one has something to say or no time left."""
+    def _ended(self) -> Iterator[tuple[_Running, Outcome]]:
+        """Those in flight that have ended, once one has something to say or no time left.
+
+        Each by itself, so that it is on record before another one is heard, which may take seconds.
+        """
         if not self._running:
-            return []
+            return
         first = min(one.process.deadline for one in self._running)
         multiprocessing.connection.wait(
             [each for one in self._running for each in one.process.waits],
             max(0.0, first - time.monotonic()),
         )
-        ended = []
         for one in tuple(self._running):
             outcome = one.process.hear()
             if outcome is not None:
                 self._running.remove(one)
-                ended.append((one, outcome))
-        return ended
+                yield one, outcome
 
     def _note(
         self,

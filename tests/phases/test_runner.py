@@ -292,6 +292,23 @@ def test_a_watcher_that_fails_while_a_gate_runs_is_no_failure_of_the_gate(
     assert [entry.status for entry in record.gates] == [Status.INTERRUPTED]
 
 
+def test_a_gate_that_ended_is_on_record_before_another_is_heard(start, store: Store) -> None:
+    heard: list[str] = []
+
+    def watch(event: Event) -> None:
+        if event.note == "case 0":
+            time.sleep(2.0)  # the others go on: both have something to say then
+        if event.note == "still here" and "case 0" in heard:
+            raise OSError("killed here")
+        heard.append(event.note)
+
+    gates = (Gate("right", "", sample_gates.passes), Gate("loud", "", sample_gates.talks))
+    with pytest.raises(OSError, match="killed here"):
+        start(phase(0, *gates), jobs=2, watch=watch)
+    (record,) = store.own_records()
+    assert [entry.status for entry in record.gates] == [Status.PASSED, Status.INTERRUPTED]
+
+
 def test_fail_fast_stops_where_a_gate_cannot_be_begun(
     start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
