@@ -64,6 +64,8 @@ _OTHER_RELEASE = f"SGLang {{}}: the holders of {RELEASE} are known"
 
 _SETTINGS: tuple[tuple[str, str, object], ...] = (
     ("get_disagg", "disaggregation_mode", "null"),
+    ("get_disagg", "enable_pdmux", False),
+    ("get_memory", "disable_radix_cache", False),
     ("get_memory", "enable_flexkv", False),
     ("get_memory", "enable_hierarchical_cache", False),
     ("get_memory", "enable_hisparse", False),
@@ -76,9 +78,9 @@ _SETTINGS: tuple[tuple[str, str, object], ...] = (
     ("get_server_args", "enable_return_routed_experts", False),
     ("get_serving", "enable_streaming_session", False),
 )
-"""What the server is set to where no other holder exists: by which function of SGLang's
-`runtime_context` it is read, its name, and the value. A server may change its role as it runs, so
-that they are read each time."""
+"""What the server is set to where no other holder exists, the loop has the safe point, and the
+prefix cache is one that is known: by which function of SGLang's `runtime_context` it is read, its
+name, and the value. A server may change its role as it runs, so that they are read each time."""
 _ALGORITHMS = (None, "NGRAM")
 """Whose workers keep no slots from one step to the next."""
 _POOLS = {"MLATokenToKVPool": ("kv_buffer",), "MHATokenToKVPool": ("k_buffer", "v_buffer")}

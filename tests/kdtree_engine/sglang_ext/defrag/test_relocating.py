@@ -10,7 +10,7 @@ import pytest
 import torch
 from stand_in_modules import without_sglang
 
-from kdtree_engine.sglang_ext.defrag import relocating
+from kdtree_engine.sglang_ext.defrag import relocating, relocation
 from kdtree_engine.sglang_ext.defrag.relocating import BUDGET, Relocating
 from kdtree_engine.sglang_ext.defrag.relocation import Outcome, Service
 
@@ -193,6 +193,23 @@ def test_a_server_that_cannot_is_told_before_it_starts(
     monkeypatch.setenv("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", core)
     found = relocating.problem()
     assert found is None if says is None else says in str(found)
+
+
+@pytest.mark.parametrize("name", ["disable_radix_cache", "enable_pdmux", "enable_hisparse"])
+def test_settings_under_which_nothing_would_ever_move_are_told(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Such a server would start, say that it has Tier 1, and relocate nothing."""
+    add = without_sglang(monkeypatch)
+    groups: dict[str, dict[str, object]] = {"get_spec": {"speculative_algorithm": None}}
+    for getter, setting, expected in relocation._SETTINGS:
+        groups.setdefault(getter, {})[setting] = True if setting == name else expected
+    groups["get_resources"] = {"experts_capturer": None, "indexer_capturer": None}
+    bags = {getter: types.SimpleNamespace(**group) for getter, group in groups.items()}
+    context = {getter: (lambda bag=bag: bag) for getter, bag in bags.items()}
+    add("sglang.srt", runtime_context=add("sglang.srt.runtime_context", **context))
+    monkeypatch.setattr(relocation.importlib.metadata, "version", lambda _: relocation.RELEASE)
+    assert list(relocation.fences_before_start()) == [f"{name} is True, expected False"]
 
 
 def test_nodes_are_kept_in_python_unless_it_is_said_otherwise(
