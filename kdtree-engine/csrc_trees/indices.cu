@@ -23,12 +23,13 @@ __device__ __forceinline__ int64_t length_of(const IndexParams& p, int request) 
 // blockIdx.y is the request, whose slots the blocks along x share. Each block adds up the lengths before its
 // request itself: at most a few thousand integers, in cache, and no second launch waits for the first.
 __global__ void __launch_bounds__(kThreads) indices_kernel(const __grid_constant__ IndexParams p) {
-  __shared__ int before[kThreads / 32];
+  __shared__ int64_t before[kThreads / 32];
   const int thread = threadIdx.x;
   const int request = blockIdx.y;
-  int mine = 0;
-  for (int other = thread; other < request; other += kThreads) mine += static_cast<int>(length_of(p, other));
-  mine = static_cast<int>(__reduce_add_sync(0xffffffffu, static_cast<unsigned>(mine)));
+  int64_t mine = 0;  // many requests of a long prefix have more than 2^31 slots, and none lies before the list
+  for (int other = thread; other < request; other += kThreads) mine += length_of(p, other);
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) mine += __shfl_xor_sync(0xffffffffu, mine, lanes);
   if (thread % 32 == 0) before[thread / 32] = mine;
   __syncthreads();
   int64_t begin = 0;

@@ -358,6 +358,15 @@ def test_slots_of_a_batch(simt: ctypes.CDLL, batch: int, width: int, index: torc
     assert torch.equal(found[1], wanted[1])
 
 
+def test_more_slots_than_32_bits_count_are_written_nowhere(simt: ctypes.CDLL) -> None:
+    """600 requests of one row of 4 million slots: beyond the list there is nothing to write."""
+    table = torch.arange(4_000_000, dtype=torch.int32)[None]
+    lengths = torch.full((600,), 4_000_000)
+    kv_indptr, kv_indices = filled(simt, table, torch.zeros(600).long(), lengths, 3)
+    assert kv_indices.tolist() == [0, 1, 2]
+    assert kv_indptr[:3].tolist() == [0, 4_000_000, 8_000_000]
+
+
 def test_nothing_is_written_behind_the_list_or_of_a_row_that_is_not_there(
     simt: ctypes.CDLL,
 ) -> None:
