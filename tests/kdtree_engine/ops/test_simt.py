@@ -359,12 +359,24 @@ def test_slots_of_a_batch(simt: ctypes.CDLL, batch: int, width: int, index: torc
 
 
 def test_more_slots_than_32_bits_count_are_written_nowhere(simt: ctypes.CDLL) -> None:
-    """600 requests of one row of 4 million slots: beyond the list there is nothing to write."""
-    table = torch.arange(4_000_000, dtype=torch.int32)[None]
-    lengths = torch.full((600,), 4_000_000)
-    kv_indptr, kv_indices = filled(simt, table, torch.zeros(600).long(), lengths, 3)
-    assert kv_indices.tolist() == [0, 1, 2]
-    assert kv_indptr[:3].tolist() == [0, 4_000_000, 8_000_000]
+    """40 requests of one row that is said to have 2^30 slots; of what is there all is listed."""
+    table = torch.tensor([[5, 6, 7]], dtype=torch.int32)
+    requests, lengths = torch.zeros(40).long(), torch.full((40,), 1 << 30)
+    kv_indptr = torch.zeros(41, dtype=torch.int32)
+    kv_indices = torch.full((3,), -7)
+    simt.fill_indices(
+        pointer(table),
+        pointer(requests),
+        1,
+        pointer(lengths),
+        1,
+        pointer(kv_indptr),
+        pointer(kv_indices),
+        *map(ctypes.c_int64, (1, 1 << 30, 3)),
+        40,
+    )
+    assert kv_indices.tolist() == [5, 6, 7]
+    assert kv_indptr[:2].tolist() == [0, 1 << 30]
 
 
 def test_nothing_is_written_behind_the_list_or_of_a_row_that_is_not_there(
