@@ -50,14 +50,14 @@ def require_profile(phase: Phase) -> None:
     if not profile.arguments:
         raise ConfigError(
             f"phase {phase.number} ({phase.name}) has no service profile",
-            remedy="phases 3 to 5 have one",
+            remedy="phases 3 to 8 have one",
         )
     try:
         read_settings(profile.environment)
     except ConfigError as error:
         raise ConfigError(
             f"phase {phase.number} ({phase.name}) is not written yet: {error.problem}",
-            remedy="phases 3 to 6 and 8 can be served",
+            remedy="its profile names what this checkout does not know",
         ) from error
 
 

@@ -21,6 +21,7 @@ import tasks
 from phases.registry import find_phase, load_phases
 from remote import connection, inventory, validation
 from remote.errors import TransportError
+from remote.jobs import follow
 from remote.releases import Releases
 
 pytestmark = pytest.mark.slow
@@ -390,7 +391,8 @@ def test_an_end_that_nobody_knows_is_exit_4(
     host.place("a")
     with monkeypatch.context() as broken:
         broken.setattr(Releases, "look_at_job", lost)
-        broken.setattr("remote.jobs.follow.__kwdefaults__", {"poll_s": 0.1, "patience_s": 0.3})
+        for name, seconds in {"poll_s": 0.1, "patience_s": 0.3}.items():
+            broken.setitem(follow.__kwdefaults__, name, seconds)
         code, _, err = kd("promote", "3")
     assert (code, "what was begun there goes on" in err) == (4, True)
     ended()

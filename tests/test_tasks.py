@@ -519,6 +519,7 @@ def test_where_each_gate_stands_is_said_without_a_run(kd: Kd, tmp_path: pathlib.
     exact = {one["gate"] for one in answer["gates"] if one["token_exact"]}
     assert exact == {
         *("service-token-exact", "graph-service-token-exact", "churn-service-token-exact"),
+        "relocation-service-token-exact",
         *("ddtree-token-exact", "ddtree-distribution", "ddtree-graph-token-exact"),
     }
     assert len(list((tmp_path / "state/evidence").iterdir())) == 1, "nothing was run"

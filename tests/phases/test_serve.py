@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kdtree_engine.errors import ConfigError, MissingError
+from phases.phase import ServiceProfile
 from phases.registry import find_phase, load_phases
 from phases.serve import require_sglang, serve_line
 from phases.service_scale import GPU, kernel, launched
@@ -52,8 +53,10 @@ def test_a_phase_brings_its_variables() -> None:
 
 
 def test_a_profile_that_the_plugin_would_refuse_is_not_started() -> None:
+    profile = ServiceProfile(("--attention-backend", "kdtree_mla"), {"KDTREE_DEFRAG": "tier9"})
+    asks = dataclasses.replace(find_phase(load_phases(), "7"), profile=profile)
     with pytest.raises(ConfigError, match=r"phase 7 .* not written yet: KDTREE_DEFRAG: expected"):
-        serve_line(find_phase(load_phases(), "7"), python="p", extra=("--model-path=m",))
+        serve_line(asks, python="p", extra=("--model-path=m",))
 
 
 def test_a_phase_without_a_profile_and_a_server_without_a_model_are_refused() -> None:

@@ -186,5 +186,6 @@ def test_the_gates_of_the_right_tokens_say_so() -> None:
     exact = {gate.name for one in load_phases() for gate in one.gates if gate.token_exact}
     assert exact == {
         *("service-token-exact", "graph-service-token-exact", "churn-service-token-exact"),
+        "relocation-service-token-exact",
         *("ddtree-token-exact", "ddtree-distribution", "ddtree-graph-token-exact"),
     }

@@ -24,6 +24,7 @@ from phases.recorded import expected
 from remote import promoter
 from remote import releases as client
 from remote.errors import TransportError
+from remote.jobs import follow
 from remote.promotion import Target
 from remote.releases import ReleaseRefused
 
@@ -249,7 +250,8 @@ def test_a_lost_connection_changes_nothing(
         raise TransportError("the connection is lost")
 
     monkeypatch.setattr(host.releases, "look_at_job", lost)
-    monkeypatch.setattr("remote.jobs.follow.__kwdefaults__", {"poll_s": 0.1, "patience_s": 0.5})
+    for name, seconds in {"poll_s": 0.1, "patience_s": 0.5}.items():
+        monkeypatch.setitem(follow.__kwdefaults__, name, seconds)
     with pytest.raises(TransportError, match="what was begun there goes on"):
         host.promote("a")
     monkeypatch.undo()
