@@ -4,27 +4,11 @@ from phases.gate import Gate, GateKind
 from phases.p3_backend_wiring import checks, kit, speed
 from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
+from phases.served import KERNELS, PLUGIN
 
-_CPU_SERVER = (
-    "kdtree-engine/pyproject.toml",
-    "kdtree-engine/kdtree_engine/sglang_ext/*.py",
-    "kdtree-engine/kdtree_engine/*.py",
-    "tests/support/sglang_cpu/*/*",
-    "tests/support/sglang_refused/*/*",
-)
-"""What runs in the server, so no import of the gates leads there."""
-_KIT = (
-    "kdtree-engine/csrc/*",
-    "kdtree-engine/kdtree_engine/tables/*",
-    "kdtree-engine/kdtree_engine/sglang_ext/*.py",
-    "kdtree-engine/kdtree_engine/*.py",
-    "tests/support/sglang_kit/*/*.py",
-)
-_GPU_SERVER = (
-    *_CPU_SERVER,
-    "kdtree-engine/csrc/*",
-    "kdtree-engine/kdtree_engine/tables/*",
-)
+_CPU_SERVER = (*PLUGIN, "tests/support/sglang_cpu/*/*", "tests/support/sglang_refused/*/*")
+_KIT = (*PLUGIN, *KERNELS, "tests/support/sglang_kit/*/*.py")
+_GPU_SERVER = (*_CPU_SERVER, *KERNELS)
 
 PHASE = Phase(
     number=3,

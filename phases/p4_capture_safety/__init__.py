@@ -4,22 +4,11 @@ from phases.gate import Gate, GateKind
 from phases.p4_capture_safety import checks, kit, service, speed
 from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
+from phases.served import KERNELS, PLUGIN
 
 _SOURCES = ("kdtree-engine/csrc/*", "kdtree-engine/kdtree_engine/tables/*")
-_KIT = (
-    *_SOURCES,
-    "kdtree-engine/kdtree_engine/sglang_ext/*.py",
-    "kdtree-engine/kdtree_engine/*.py",
-    "tests/support/sglang_kit/*/*.py",
-)
-"""What runs in the kit's process, so no import of the gate leads there."""
-_SERVER = (
-    *_SOURCES,
-    "kdtree-engine/pyproject.toml",
-    "kdtree-engine/kdtree_engine/*.py",
-    "kdtree-engine/kdtree_engine/sglang_ext/*.py",
-)
-"""What runs in the server, so no import of the gates leads there."""
+_SERVER = (*PLUGIN, *KERNELS)
+_KIT = (*_SERVER, "tests/support/sglang_kit/*/*.py")
 
 PHASE = Phase(
     number=4,

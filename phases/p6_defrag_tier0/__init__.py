@@ -4,6 +4,7 @@ from phases.gate import Gate
 from phases.p6_defrag_tier0 import checks, service
 from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
+from phases.served import KERNELS, PLUGIN
 
 __all__ = ["LIVE", "PHASE"]
 
@@ -12,15 +13,7 @@ _SERVER = (
     "kdtree-engine/kdtree_engine/fragmentation/*.py",
 )
 """What runs in the server's Python, so no import of the gates leads to all of it."""
-LIVE = (
-    *_SERVER,
-    "kdtree-engine/pyproject.toml",
-    "kdtree-engine/csrc/*",
-    "kdtree-engine/kdtree_engine/tables/*",
-    "kdtree-engine/kdtree_engine/sglang_ext/*.py",
-    "kdtree-engine/kdtree_engine/*.py",
-    "tests/support/sglang_cpu/*/*",
-)
+LIVE = (*PLUGIN, *KERNELS, "tests/support/sglang_cpu/*/*")
 """And what serves it."""
 
 PHASE = Phase(

@@ -4,22 +4,10 @@ from phases.gate import Gate, GateKind
 from phases.p8_ddtree import batch_speed, gpu_host, service, speed
 from phases.phase import Phase, ServiceProfile
 from phases.requirement import Requirement
+from phases.served import KERNELS, PLUGIN
 
-_SERVER = (
-    "kdtree-engine/pyproject.toml",
-    "kdtree-engine/kdtree_engine/*.py",
-    "kdtree-engine/kdtree_engine/ops/*.py",
-    "kdtree-engine/kdtree_engine/reference/*.py",
-    "kdtree-engine/kdtree_engine/sglang_ext/*.py",
-    "tests/support/sglang_cpu/*/*",
-)
-"""What runs in the server, so no import of the gates leads there."""
-_GPU_SERVER = (
-    *_SERVER,
-    "kdtree-engine/csrc/*",
-    "kdtree-engine/csrc_trees/*",
-    "kdtree-engine/kdtree_engine/tables/*",
-)
+_SERVER = (*PLUGIN, "tests/support/sglang_cpu/*/*")
+_GPU_SERVER = (*_SERVER, *KERNELS)
 
 PHASE = Phase(
     number=8,

@@ -51,39 +51,20 @@ def fill_kv_indices(
     )
 
 
-def refill_kv_indices(
-    req_to_token: torch.Tensor,
-    requests: torch.Tensor,
-    lengths: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-) -> None:
+def refill_kv_indices(*given: torch.Tensor) -> None:
     """`fill_kv_indices` for a step of a service: the library alone checks shapes and dtypes."""
-    (_cuda if req_to_token.is_cuda else _cpu)(
-        req_to_token, requests, lengths, kv_indptr, kv_indices
-    )
+    (_cuda if given[0].is_cuda else _cpu)(*given)
 
 
-def _cuda(
-    req_to_token: torch.Tensor,
-    requests: torch.Tensor,
-    lengths: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-) -> None:
-    if may_read(req_to_token.device):
-        _check(req_to_token, requests, lengths, kv_indices)
-    tree_kernels().fill_kv_indices(req_to_token, requests, lengths, kv_indptr, kv_indices)
+def _cuda(*given: torch.Tensor) -> None:
+    if may_read(given[0].device):
+        _check(*given)
+    tree_kernels().fill_kv_indices(*given)
 
 
-def _cpu(
-    req_to_token: torch.Tensor,
-    requests: torch.Tensor,
-    lengths: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-) -> None:
-    _check(req_to_token, requests, lengths, kv_indices)
+def _cpu(*given: torch.Tensor) -> None:
+    _check(*given)
+    req_to_token, requests, lengths, kv_indptr, kv_indices = given
     kv_indptr[:1] = 0
     torch.cumsum(lengths, 0, dtype=torch.int32, out=kv_indptr[1:])
     bounds = kv_indptr.tolist()
@@ -92,13 +73,9 @@ def _cpu(
         kv_indices[begin:end] = req_to_token[row, : end - begin]
 
 
-def _check(
-    req_to_token: torch.Tensor,
-    requests: torch.Tensor,
-    lengths: torch.Tensor,
-    kv_indices: torch.Tensor,
-) -> None:
+def _check(*given: torch.Tensor) -> None:
     """Raises ValueError where a request has no row, or a length no room. Reads all of both."""
+    req_to_token, requests, lengths, _, kv_indices = given
     rows, width = req_to_token.shape
     total = 0
     for request, (row, length) in enumerate(zip(requests.tolist(), lengths.tolist(), strict=True)):

@@ -65,19 +65,9 @@ void compact(char* const* pools, int layers, int64_t row_bytes, const int64_t* p
 void fill_indices(const int32_t* req_to_token, const void* requests, int requests_wide, const void* lengths,
                   int lengths_wide, int32_t* kv_indptr, int64_t* kv_indices, int64_t rows, int64_t width, int64_t room,
                   int batch) {
-  IndexParams p = {};
-  p.req_to_token = req_to_token;
-  p.requests = requests;
-  p.requests_wide = requests_wide;
-  p.lengths = lengths;
-  p.lengths_wide = lengths_wide;
-  p.kv_indptr = kv_indptr;
-  p.kv_indices = kv_indices;
-  p.rows = rows;
-  p.width = width;
-  p.room = room;
-  p.batch = batch;
-  launch_indices(p, nullptr);
+  launch_indices({req_to_token, requests, lengths, requests_wide != 0, lengths_wide != 0, kv_indptr, kv_indices, rows,
+                  width, room, batch, 0},
+                 nullptr);
 }
 
 }  // extern "C"
